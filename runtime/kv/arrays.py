@@ -1,0 +1,159 @@
+"""``PoolArrays``: the bytes of the pool.
+
+For each layer one MLX array per tensor with a leading slot axis, allocated once; nothing grows by
+copying. On the CPU every write goes through a NumPy view of the array's own memory, so a write never
+copies, and I/O threads may fill slots that are reserved for them while the step thread computes. On
+other devices writes are MLX slice updates, in place as long as nothing else refers to the array.
+
+Invariant on the CPU: MLX only ever reads these arrays, and whatever reads a slot has been evaluated
+before that slot is written again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from .scheme import KVScheme
+from .spec import LayerSpec, ModelCacheSpec, TensorLayout, block_tensors, page_tensors
+
+MLX_DTYPE = {"U32": mx.uint32, "BF16": mx.uint16}
+
+LayerArrays = dict[str, mx.array]
+"""Tensors of one layer, by the part of the name behind the layer: ``k.packed``, ``v.scales``, ..."""
+
+
+def to_bits(x: mx.array) -> mx.array:
+    """bfloat16 as its bits (uint16), the form the pool keeps."""
+    return x.astype(mx.bfloat16).view(mx.uint16)
+
+
+def from_bits(x: mx.array) -> mx.array:
+    return x.view(mx.bfloat16)
+
+
+class PoolArrays:
+    """Block and page memory of every attention layer.
+
+    Attributes:
+        blocks: per layer index, ``LayerArrays`` of shape ``[slots, ...]``.
+        pages: per layer index, ``tail.k`` and ``tail.v`` of shape ``[pages, heads, 64, width]``.
+        host: whether writes go through NumPy views (CPU).
+    """
+
+    def __init__(
+        self,
+        spec: ModelCacheSpec,
+        scheme: KVScheme,
+        group_slots: Sequence[int],
+        pages: int,
+        *,
+        host: bool,
+    ) -> None:
+        self.spec, self.scheme, self.host = spec, scheme, host
+        self.group_slots, self.page_count = tuple(group_slots), pages
+        self.blocks: dict[int, LayerArrays] = {}
+        self.pages: dict[int, LayerArrays] = {}
+        self._views: dict[int, NDArray[Any]] = {}
+        self._group_layouts = [group.tensors(scheme) for group in spec.groups]
+        for group, slots in zip(spec.groups, group_slots, strict=True):
+            of = scheme.of(windowed=group.window is not None)
+            for layer in group.layers:
+                self.blocks[layer.index] = self._allocate(block_tensors(layer, of), slots)
+                self.pages[layer.index] = self._allocate(page_tensors(layer), pages)
+
+    def _allocate(self, layouts: Sequence[TensorLayout], slots: int) -> LayerArrays:
+        arrays = {}
+        for layout in layouts:
+            # One slot at least: an empty pool still has well-formed arrays.
+            array = mx.zeros((max(1, slots), *layout.shape), MLX_DTYPE[layout.dtype])
+            mx.eval(array)
+            arrays[layout.name.split(".", 2)[2]] = array
+            if self.host:
+                view = np.array(array, copy=False)
+                assert view.flags.c_contiguous and view.flags.writeable
+                self._views[id(array)] = view
+        return arrays
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for layers in (self.blocks, self.pages) for d in layers.values() for a in d.values())
+
+    def view(self, array: mx.array) -> NDArray[Any]:
+        """The NumPy view of one of the pool's arrays (host mode only)."""
+        return self._views[id(array)]
+
+    def write(self, array: mx.array, index: Any, value: mx.array) -> None:
+        """``array[index] = value`` in place; ``value`` must be evaluated in host mode."""
+        if self.host:
+            self._views[id(array)][index] = np.array(value, copy=False)
+        else:
+            array[index] = value
+
+    def take(self, array: mx.array, slots: mx.array) -> mx.array:
+        """Rows ``slots`` of one of the pool's arrays: ``[len(slots), ...]``."""
+        return mx.take(array, slots, axis=0)
+
+    def block_buffers(self, group: int, slot: int) -> list[NDArray[Any]]:
+        """One contiguous NumPy array per tensor of the block, in file order.
+
+        In host mode they are the pool's own memory: reading into them fills the slot. Otherwise they
+        are copies; ``put_block`` writes such copies back.
+        """
+        out = []
+        for layout in self._group_layouts[group]:
+            _, index, name = layout.name.split(".", 2)
+            array = self.blocks[int(index)][name]
+            out.append(self.view(array)[slot] if self.host else np.array(array[slot]))
+        return out
+
+    def empty_block(self, group: int) -> list[NDArray[Any]]:
+        """Staging memory for one block of a group, in file order (device mode)."""
+        return [
+            np.empty(layout.shape, np.uint32 if layout.dtype == "U32" else np.uint16)
+            for layout in self._group_layouts[group]
+        ]
+
+    def put_block(self, group: int, slot: int, tensors: Sequence[NDArray[Any]]) -> None:
+        """Fill a slot from host copies of its tensors, in file order."""
+        for layout, tensor in zip(self._group_layouts[group], tensors, strict=True):
+            _, index, name = layout.name.split(".", 2)
+            array = self.blocks[int(index)][name]
+            if self.host:
+                self.view(array)[slot] = tensor
+            else:
+                array[slot] = mx.array(tensor)
+
+    def copy_block(self, group: int, source: int, target: int) -> None:
+        self.put_block(group, target, self.block_buffers(group, source))
+
+    def page_buffers(self, page: int) -> list[NDArray[Any]]:
+        """The tensors of one page in layer order, as ``block_buffers`` gives those of a block."""
+        return [
+            self.view(array)[page] if self.host else np.array(array[page])
+            for layer in self.spec.attention_layers
+            for array in self.pages[layer.index].values()
+        ]
+
+    def put_page(self, page: int, tensors: Sequence[NDArray[Any]]) -> None:
+        arrays = [a for layer in self.spec.attention_layers for a in self.pages[layer.index].values()]
+        for array, tensor in zip(arrays, tensors, strict=True):
+            if self.host:
+                self.view(array)[page] = tensor
+            else:
+                array[page] = mx.array(tensor)
+
+    def copy_page(self, source: int, target: int) -> None:
+        self.put_page(target, self.page_buffers(source))
+
+    def evaluate(self) -> None:
+        """Let pending slice updates happen (device mode), so that no graph refers to old arrays."""
+        if not self.host:
+            mx.eval([a for layers in (self.blocks, self.pages) for d in layers.values() for a in d.values()])
+
+    def layer_scheme(self, layer: LayerSpec) -> Any:
+        return self.scheme.of(windowed=layer.window is not None)
