@@ -5,7 +5,9 @@ Owns the life of one engine process and nothing of what is said to it. The engin
 every quick death, and the agents' calls, which wait for an engine to appear, only see the delay. An
 engine that says a restart would not help (exit code 78, with the reason in a file) is not restarted.
 
-The engine ends by itself when the host vanishes, so no process outlives a ``kill -9`` of the host.
+The engine ends by itself when the host vanishes, so no process outlives a ``kill -9`` of the host for
+long. While such an orphan still flushes, the next host's engine must not touch the same store: each
+engine holds a lock for its own life, and is started only once the one before it let go.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import anyio.abc
 
 from offbook.bus.errors import EngineFailed, OffbookError, from_wire
 from offbook.runtime.config import EngineConfig
+from offbook.runtime.lockfile import LockFile
 
 log = logging.getLogger("offbook.runtime.child")
 
@@ -41,6 +44,9 @@ QUICK_DEATHS = 6
 
 TERM_S, KILL_S = 10.0, 5.0
 """How long an engine gets to flush after it was asked to end, and then after SIGTERM."""
+
+ORPHAN_S = 20.0
+"""How long an engine of an earlier, killed host gets to flush and end before it is killed."""
 
 LOG_BYTES = 4 << 20
 """A larger log of earlier runs is set aside (one generation) when an engine starts."""
@@ -66,6 +72,7 @@ class EngineChild:
         self.restarts = 0
         self.failure: OffbookError | None = None
         self._error_path = run_dir / "engine.error"
+        self._lock = LockFile(run_dir / "engine.lock")
         self._command = list(command) if command is not None else engine_command(config)
         self._process: anyio.abc.Process | None = None
         self._ending = False
@@ -122,6 +129,7 @@ class EngineChild:
 
     async def _live_once(self) -> int:
         """One life of the process, from start to exit code."""
+        await self._take_lock()
         self._error_path.unlink(missing_ok=True)
         _set_aside(self.log_path)
         environment = {
@@ -130,17 +138,22 @@ class EngineChild:
             "OFFBOOK_ENGINE_ERROR": str(self._error_path),
             "PYTHONUNBUFFERED": "1",
         }
-        with self.log_path.open("ab") as out:
-            # In a session of its own, so that Ctrl-C at a terminal reaches the host alone, which then
-            # ends the engine in order.
-            process = await anyio.open_process(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env=environment,
-                start_new_session=True,
-            )
+        try:
+            with self.log_path.open("ab") as out:
+                # In a session of its own, so that Ctrl-C at a terminal reaches the host alone, which then
+                # ends the engine in order.
+                process = await anyio.open_process(
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    env=environment,
+                    start_new_session=True,
+                    pass_fds=(self._lock.fileno,),
+                )
+            self._lock.note_holder(process.pid)
+        finally:
+            self._lock.release()  # the engine has it now
         self._process = process
         try:
             return await process.wait()
@@ -149,6 +162,18 @@ class EngineChild:
                 _signal(process, signal.SIGKILL)
                 with anyio.CancelScope(shield=True):
                     await process.wait()
+
+    async def _take_lock(self) -> None:
+        """Wait until no other engine works on this runtime's store; kill one that does not end."""
+        deadline = time.monotonic() + ORPHAN_S
+        while not self._lock.acquire():
+            holder = self._lock.holder()
+            if time.monotonic() > deadline and holder is not None:
+                # It holds the lock, so the pid is truly its own and was not given to another process.
+                log.warning("engine %d of an earlier run did not end in %.0f s; killed", holder, ORPHAN_S)
+                with suppress(ProcessLookupError):
+                    os.kill(holder, signal.SIGKILL)
+            await anyio.sleep(0.05)
 
     def _verdict(self, code: int, quick: int, lived: float) -> OffbookError | None:
         """Why the engine is not to be started again, or None if it is."""

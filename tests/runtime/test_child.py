@@ -1,4 +1,4 @@
-"""The engine as a child process: restarted when it dies, given up when that would not help, ended in order."""
+"""The engine as a child process: restarted when it dies, given up when that is no use, ended in order."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from offbook.bus.errors import EngineFailed, OffbookError, UnknownModel
 from offbook.runtime import child as child_module
 from offbook.runtime.child import EngineChild
 from offbook.runtime.config import EngineConfig
+from offbook.runtime.lockfile import LockFile
 
 CONFIG = EngineConfig(name="t", endpoint="ipc:///nowhere")
 
@@ -124,6 +125,45 @@ async def test_cancelling_leaves_no_process(tmp_path: Path) -> None:
     assert pid is not None
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+async def test_an_engine_waits_for_the_orphan_of_a_killed_host(tmp_path: Path) -> None:
+    up = tmp_path / "up"
+    orphan = make(tmp_path, f"import time; open({str(up)!r}, 'a').write('x\\n'); time.sleep(60)")
+    after = make(tmp_path, f"import time; open({str(up)!r}, 'a').write('y\\n'); time.sleep(60)")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(orphan.run, never)
+        await file_with(up, 1)
+        tasks.start_soon(after.run, never)
+        await anyio.wait_all_tasks_blocked()
+        assert after.pid is None
+        await orphan.end()
+        assert await file_with(up, 2) == ["x", "y"]
+        await after.end()
+
+
+async def test_an_orphan_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    up = tmp_path / "up"
+    orphan = make(tmp_path, f"import time; open({str(up)!r}, 'a').write('x\\n'); time.sleep(60)")
+    after = make(tmp_path, f"import time; open({str(up)!r}, 'a').write('y\\n'); time.sleep(60)")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(orphan.run, never)
+        await file_with(up, 1)
+        orphan._ending = True  # nobody watches it any more, as after a kill of its host
+        monkeypatch.setattr(child_module, "ORPHAN_S", 0.1)
+        tasks.start_soon(after.run, never)
+        await file_with(up, 2)
+        await after.end()
+
+
+def test_a_lock_is_held_by_one_and_names_it(tmp_path: Path) -> None:
+    first, second = LockFile(tmp_path / "lock"), LockFile(tmp_path / "lock")
+    assert first.acquire()
+    assert not second.acquire()
+    assert second.holder() == os.getpid()
+    first.release()
+    with second, pytest.raises(BlockingIOError, match=str(os.getpid())), first:
+        pass
 
 
 def test_a_long_log_is_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
