@@ -1,13 +1,13 @@
 """DeepSeek-V2 attention in the latent form: what the cache keeps is what the model compressed.
 
-mlx-lm's `deepseek_v2` expands each token's latent into the keys and values of all heads and caches those: for
-DeepSeek-V2-Lite 16 x (192 + 128) numbers a token and layer. The expansion is linear, so it can move to the other
-side of both products (DeepSeek-V2, arXiv 2405.04434, section 2.1.2)::
+mlx-lm's ``deepseek_v2`` expands each token's latent into the keys and values of all heads and caches
+those: for DeepSeek-V2-Lite 16 x (192 + 128) numbers a token and layer. The expansion is linear, so it
+can move to the other side of both products (DeepSeek-V2, arXiv 2405.04434, section 2.1.2)::
 
     q_nope . (W_uk c) = (q_nope W_uk) . c        sum_t p_t (W_uv c_t) = W_uv (sum_t p_t c_t)
 
-Then all heads attend to one row a token, ``[c ; k_pe]`` (512 + 64 numbers for Lite), whose first channels are also
-the values. ``to_latent`` turns a loaded model into this form; mlx-lm does the same for DeepSeek-V3.
+Then all heads attend to one row a token, ``[c ; k_pe]`` (512 + 64 numbers for Lite), whose first channels
+are also the values. ``to_latent`` turns a loaded model into this form; mlx-lm does the same for V3.
 
 Per layer and step the attention calls, with r = kv_lora_rank and d = qk_rope_head_dim::
 
@@ -105,8 +105,8 @@ class LatentModel(deepseek_v2.Model):  # type: ignore[misc]
 def to_latent(model: nn.Module) -> LatentModel:
     """Convert a loaded mlx-lm DeepSeek-V2 model in place and return it. Idempotent.
 
-    The logits stay the same up to the order of the sums. Quantised weights stay packed as they are: both up
-    projections are row ranges of ``kv_b_proj``, which is quantised along its rows.
+    The logits stay the same up to the order of the sums. Quantised weights stay packed as they are: both
+    up projections are row ranges of ``kv_b_proj``, which is quantised along its rows.
 
     Raises:
         ModelError: the model is not mlx-lm's ``deepseek_v2``.
@@ -120,6 +120,7 @@ def to_latent(model: nn.Module) -> LatentModel:
         )
     for layer in model.layers:
         layer.self_attn = LatentAttention(layer.self_attn)
+        mx.eval(layer.self_attn.parameters())  # one layer at a time: the whole projection can go at once
     model.__class__ = LatentModel
     return cast(LatentModel, model)
 
@@ -145,7 +146,7 @@ def split_up_projection(
 
 
 def _matrices(projection: nn.Module, heads: int, width: int) -> nn.Module:
-    """A module of the right kind to hold ``heads`` matrices of ``width`` rows; its weights are yet to be set."""
+    """A module to hold ``heads`` matrices of ``width`` rows; its weights are yet to be set."""
     if isinstance(projection, nn.QuantizedLinear):
         group = projection.group_size
         return QuantizedMultiLinear(group, width, heads, group, projection.bits, projection.mode)

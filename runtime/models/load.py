@@ -92,6 +92,10 @@ def load(
     with mx.stream(mx.cpu if device == "cpu" else mx.gpu):
         model, config = _load_weights(path)
         dtype = _to_device_dtype(model, device)
+        if config.get("model_type") == "deepseek_v2":
+            from offbook.runtime.models.deepseek_v2 import to_latent
+
+            model = to_latent(model)
         _evaluate_everything(model)
     tokenizer = _load_tokenizer(path, config)
     has_template = bool(tokenizer.has_chat_template)
