@@ -1,0 +1,178 @@
+"""Block files: one sealed 256-token block each, written once, proven at every read.
+
+``BlockFormat`` knows the one header size and file size that all blocks of a (fingerprint, layout) have,
+so that writing is one ``writev`` from the caller's arrays and reading is one ``readv`` into them.
+"""
+
+from __future__ import annotations
+
+import os
+from binascii import a2b_base64, b2a_base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import container
+from .container import CHECKSUMS_AT, CorruptFile, Header, digest
+from .hashing import BLOCK_ID_BYTES, HASH_BYTES, TokenIds, block_hash, ids_bytes
+from .layout import Array, TensorSpec
+from .results import StoreUsageError
+
+FORMAT = "offbook-block-1"
+
+Destinations = Mapping[str, Array] | Sequence[Array | None]
+"""Arrays to fill: by tensor name (those not named are not read), or in layout order with None to skip."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """What a block file says of itself, proven against its name."""
+
+    name: bytes
+    fingerprint: str
+    parent: bytes
+    ids: bytes
+    header: Header
+
+
+def check_block_header(header: Header, name: bytes) -> BlockInfo:
+    """Prove that a header belongs to a block of this name. CorruptFile says what is wrong."""
+    fields = header.metadata
+    try:
+        if fields["format"] != FORMAT:
+            raise CorruptFile(f"format {fields['format']!r} is not {FORMAT!r}")
+        parent, ids = bytes.fromhex(fields["parent"]), a2b_base64(fields["ids"])
+        if fields["block"] != name.hex():
+            raise CorruptFile(f"the file says it is block {fields['block']}")
+        if len(parent) != HASH_BYTES or len(ids) != BLOCK_ID_BYTES or block_hash(parent, ids) != name:
+            raise CorruptFile("parent and token ids do not give the block's name")
+        return BlockInfo(name, fields["fingerprint"], parent, ids, header)
+    except (KeyError, ValueError) as error:
+        raise CorruptFile(f"metadata cannot be read: {error!r}") from None
+
+
+def inspect_block(path: str, name: bytes) -> BlockInfo:
+    """Prove a block file's header, name and size, whatever model it belongs to; reads no tensor data.
+
+    Raises CorruptFile, or OSError.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return check_block_header(container.read_header(fd), name)
+    finally:
+        os.close(fd)
+
+
+class BlockFormat:
+    """Writes and reads blocks of one fingerprint and layout. Thread-safe: holds no changing state."""
+
+    def __init__(self, fingerprint: str, layout: Sequence[TensorSpec]) -> None:
+        if not layout or any(spec.nbytes == 0 for spec in layout):
+            raise StoreUsageError("a block's layout needs at least one tensor, and no empty ones")
+        self.fingerprint = fingerprint
+        self.layout = tuple(layout)
+        self.sizes = tuple(spec.nbytes for spec in self.layout)
+        self.data_bytes = sum(self.sizes)
+        self._table = container.tensor_table(self.layout)
+        blank = self._header(
+            bytes(HASH_BYTES), bytes(HASH_BYTES), bytes(BLOCK_ID_BYTES), bytes(16 * len(layout))
+        )
+        self.header_bytes = len(blank)
+        self.file_bytes = self.header_bytes + self.data_bytes
+        self._checksums_end = CHECKSUMS_AT + container.checksums_text_length(len(self.layout))
+
+    def _header(self, name: bytes, parent: bytes, ids: bytes, checksums: bytes) -> bytearray:
+        fields = {
+            "format": FORMAT,
+            "fingerprint": self.fingerprint,
+            "block": name.hex(),
+            "parent": parent.hex(),
+            "ids": b2a_base64(ids, newline=False).decode(),
+        }
+        return container.make_header(fields, self._table, checksums)
+
+    def arrange(self, arrays: Mapping[str, Array] | Sequence[Array]) -> list[Array]:
+        """A block's arrays in file order, checked. StoreUsageError names the one that does not fit."""
+        ordered = self._order(arrays)
+        for spec, array in zip(self.layout, ordered, strict=True):
+            if array is None:
+                raise StoreUsageError(f"a block to be written lacks {spec.name!r}")
+        return ordered  # type: ignore[return-value]  # no None is left, as just checked
+
+    def destinations(self, dests: Destinations) -> list[Array | None]:
+        """Destinations in file order, checked, None for what is not wanted."""
+        ordered = self._order(dests)
+        for spec, array in zip(self.layout, ordered, strict=True):
+            if array is not None and not array.flags.writeable:
+                raise StoreUsageError(f"the destination for {spec.name!r} cannot be written")
+        return ordered
+
+    def _order(self, arrays: Destinations) -> list[Array | None]:
+        if isinstance(arrays, Mapping):
+            ordered: list[Array | None] = [arrays.get(spec.name) for spec in self.layout]
+            if len(arrays) != sum(array is not None for array in ordered):
+                strange = sorted(set(arrays) - {spec.name for spec in self.layout})
+                raise StoreUsageError(f"not in the layout: {', '.join(strange[:3])}")
+        else:
+            ordered = list(arrays)
+            if len(ordered) != len(self.layout):
+                raise StoreUsageError(
+                    f"{len(ordered)} arrays for the {len(self.layout)} tensors of the layout"
+                )
+        for size, array in zip(self.sizes, ordered, strict=True):
+            if array is not None and (array.nbytes != size or not array.flags.c_contiguous):
+                spec = next(s for s, a in zip(self.layout, ordered, strict=True) if a is array)
+                raise StoreUsageError(
+                    f"{spec.name!r} is {spec.dtype} {list(spec.shape)}, {size} contiguous bytes; "
+                    f"got {array.dtype} {list(array.shape)}, {array.nbytes} bytes"
+                )
+        return ordered
+
+    def encode(self, name: bytes, parent: bytes, ids: TokenIds, arrays: Sequence[Array]) -> bytearray:
+        """The sealed header of a block of these arrays: header then arrays is the file."""
+        return self._header(name, parent, ids_bytes(ids), container.digests(arrays))
+
+    def read(self, path: str, seal: bytes, dests: Sequence[Array | None], scratch: bytearray) -> int:
+        """Read and verify the wanted tensors of a block straight into their destinations.
+
+        Args:
+            path: the file.
+            seal: the seal the index remembers for it.
+            dests: as from ``destinations``.
+            scratch: ``header_bytes`` long; overwritten.
+
+        Returns: bytes read. Raises: CorruptFile, OSError; destinations then hold garbage.
+        """
+        runs: list[tuple[int, list[Any]]] = [(0, [scratch])]
+        at, end = self.header_bytes, self.header_bytes
+        for size, dest in zip(self.sizes, dests, strict=True):
+            if dest is not None:
+                if end != at:
+                    runs.append((at, []))
+                runs[-1][1].append(dest)
+                end = at + size
+            at += size
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(fd).st_size
+            if size != self.file_bytes:
+                raise CorruptFile(f"{size} bytes instead of {self.file_bytes}")
+            for offset, buffers in runs:
+                if offset:
+                    os.lseek(fd, offset, os.SEEK_SET)
+                container.read_into(fd, buffers)
+        finally:
+            os.close(fd)
+        if container.seal_of(scratch) != seal:
+            raise CorruptFile("the header does not match the catalog's seal")
+        want = a2b_base64(scratch[CHECKSUMS_AT : self._checksums_end])
+        got = b"".join([b"" if dest is None else digest(dest) for dest in dests])
+        if any(dest is None for dest in dests):
+            want = b"".join(want[16 * i : 16 * i + 16] for i, dest in enumerate(dests) if dest is not None)
+        if got != want:
+            read = [spec for spec, dest in zip(self.layout, dests, strict=True) if dest is not None]
+            bad = [
+                s.name for i, s in enumerate(read) if got[16 * i : 16 * i + 16] != want[16 * i : 16 * i + 16]
+            ]
+            raise CorruptFile(f"checksum of {', '.join(bad[:3])} differs")
+        return sum(len(buffer) if buffer is scratch else buffer.nbytes for _, part in runs for buffer in part)

@@ -1,0 +1,255 @@
+"""What the parts of the store share: index, lock, counters, paths, and whether the disk can be written.
+
+Invariants kept here: a file is in the index only while it is in place; ``used_bytes`` plus what is
+reserved never passes the cap; a disk that refused a write is left alone until its time to retry.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+from collections import Counter, deque
+from collections.abc import Callable
+from pathlib import Path
+from threading import RLock
+
+from .catalog import Catalog, CatalogDamaged
+from .disk import Disk, Paths, RootLock, disk_size, failure
+from .index import BlockEntry, Index, TailEntry
+from .results import Failed, Full, ReadOnly
+
+log = logging.getLogger(__name__)
+
+QUARANTINE_FILES = 32
+QUARANTINE_BYTES = 64 << 20
+
+
+class State:
+    """Shared by the facade, the saving jobs, retention and recovery; ``lock`` guards all changes."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        fingerprint: str,
+        cap_bytes: int | None,
+        disk: Disk,
+        clock: Callable[[], float],
+        retry_seconds: float,
+        read_only: bool,
+        lock_seconds: float,
+    ) -> None:
+        self.paths = Paths(root)
+        self.fingerprint = fingerprint
+        self.cap_bytes = cap_bytes
+        self.disk = disk
+        self.clock = clock
+        self.retry_seconds = retry_seconds
+        self.read_only = read_only
+        self.lock_seconds = lock_seconds
+        self.lock = RLock()
+        self.index = Index()
+        self.counters: Counter[str] = Counter()
+        self.lifetime: Counter[str] = Counter()
+        self.reserved_bytes = 0
+        self.catalog: Catalog | None = None
+        self.catalog_bytes = 0
+        self.quarantined: deque[tuple[str, int]] = deque()
+        self.quarantine_bytes = 0
+        self.degraded: Full | ReadOnly | None = None
+        self._retry_at = 0.0
+        self._root_lock: RootLock | None = None
+
+    # Counting
+
+    def count(self, name: str, n: int = 1) -> None:
+        with self.lock:
+            self.counters[name] += n
+            self.lifetime[name] += n
+
+    @property
+    def used_bytes(self) -> int:
+        """What the store takes on disk now, in whole pages."""
+        return self.index.file_bytes + self.quarantine_bytes + self.catalog_bytes
+
+    def next_serial(self) -> int:
+        """A number for a new tail, above all before, also across restarts."""
+        with self.lock:
+            self.index.last_serial = max(self.index.last_serial + 1, int(self.clock() * 1e6))
+            return self.index.last_serial
+
+    # Whether the disk can be written
+
+    def prepare_folders(self) -> None:
+        """Make the folders and take the lock. OSError if the folder cannot be written; StoreLocked."""
+        for folder in (
+            self.paths.root,
+            self.paths.blocks,
+            self.paths.tails,
+            self.paths.tmp,
+            self.paths.quarantine,
+        ):
+            self.disk.make_folder(str(folder))
+        if self._root_lock is None:
+            self._root_lock = RootLock(self.paths.lock, self.lock_seconds)
+
+    def open_catalog(self) -> bool:
+        """Open the catalog and load the index from it; a damaged one is set aside. True if it was good."""
+        try:
+            self.catalog = Catalog(self.paths.catalog, read_only=self.read_only or self._root_lock is None)
+            self.lifetime = self.catalog.load(self.index)
+            self._measure_catalog()
+            return True
+        except CatalogDamaged as error:
+            if self.read_only or self._root_lock is None:
+                self.catalog = None
+            else:
+                log.warning("the catalog of %s is rebuilt from its files: %s", self.paths.root, error)
+                self._replace_catalog()
+            self.index = Index()
+            self.count("catalog_rebuilt")
+            return False
+
+    def unwritable(self) -> Full | ReadOnly | Failed | None:
+        """Why nothing can be written now, or None. Retries once the time has come."""
+        if self.read_only:
+            return ReadOnly("the store was opened read-only")
+        if self.degraded is not None and not self.due():
+            return self.degraded
+        if self._root_lock is None:
+            try:
+                self.prepare_folders()
+            except OSError as error:
+                return self.refuse(error)
+        if self.catalog is None:
+            self._replace_catalog()
+        return None
+
+    def due(self) -> bool:
+        """Is it time to try a disk again that refused a write?"""
+        return self.clock() >= self._retry_at
+
+    def refuse(self, error: OSError) -> Full | ReadOnly | Failed:
+        """Note that the disk refused a write. A full or read-only disk is left alone for a while."""
+        result = failure(error)
+        self.count("write_errors")
+        if isinstance(result, Full | ReadOnly):
+            if self.degraded is None:
+                log.warning("the store at %s stops saving: %s", self.paths.root, result.reason)
+            self.degraded = result
+            self._retry_at = self.clock() + self.retry_seconds
+        return result
+
+    def wrote(self) -> None:
+        """Note that a write succeeded."""
+        if self.degraded is not None:
+            log.warning("the store at %s saves again", self.paths.root)
+            self.degraded = None
+
+    # Catalog
+
+    def commit(self) -> None:
+        """Bring the catalog up to date. Failures are noted and made up for by the next commit."""
+        if self.catalog is None or self.read_only or self._root_lock is None:
+            return
+        try:
+            self.catalog.commit(self.index, self.lifetime, self.lock)
+        except sqlite3.OperationalError as error:
+            self.count("catalog_errors")
+            log.warning("the catalog could not be written, the files are safe: %s", error)
+        except sqlite3.Error as error:
+            self.count("catalog_errors")
+            log.warning("the catalog is damaged and made anew: %s", error)
+            self._replace_catalog()
+            if self.catalog is not None:
+                try:
+                    self.catalog.commit(self.index, self.lifetime, self.lock)
+                except sqlite3.Error:
+                    log.exception("the new catalog could not be written")
+        self._measure_catalog()
+
+    def _replace_catalog(self) -> None:
+        """Set a damaged catalog aside and start a new one, to be filled from the index."""
+        if self.catalog is not None:
+            self.catalog.close()
+            self.catalog = None
+        for suffix in ("", "-wal", "-shm"):
+            path = f"{self.paths.catalog}{suffix}"
+            if os.path.exists(path):
+                if suffix == "":
+                    self.quarantine(path, "catalog")
+                else:
+                    self.disk.discard(path)
+        with self.lock:
+            self.index.changed_blocks.update(self.index.blocks)
+            self.index.changed_agents.update(self.index.agents)
+        try:
+            self.catalog = Catalog(self.paths.catalog)
+        except (CatalogDamaged, sqlite3.Error, OSError) as error:
+            log.warning("no catalog can be made, the index is kept in memory: %s", error)
+
+    def _measure_catalog(self) -> None:
+        total = 0
+        for suffix in ("", "-wal", "-shm"):
+            try:
+                total += disk_size(os.stat(f"{self.paths.catalog}{suffix}").st_size)
+            except OSError:
+                continue
+        self.catalog_bytes = total
+
+    # Bad files
+
+    def quarantine(self, path: str, label: str) -> None:
+        """Move a bad file aside, within bounds; where that fails, remove it or leave it unlisted."""
+        with self.lock:
+            try:
+                size = disk_size(os.stat(path).st_size)
+                target = f"{self.paths.quarantine}/{int(self.clock() * 1e6)}-{self.disk.serial()}-{label}"
+                if self.read_only or size > QUARANTINE_BYTES:
+                    raise PermissionError
+                self.disk.rename(path, target)
+            except FileNotFoundError:
+                return
+            except OSError:
+                if not self.read_only:
+                    self.disk.discard(path)
+                return
+            self.quarantined.append((target, size))
+            self.quarantine_bytes += size
+            while len(self.quarantined) > QUARANTINE_FILES or self.quarantine_bytes > QUARANTINE_BYTES:
+                self.drop_oldest_quarantined()
+
+    def drop_oldest_quarantined(self) -> None:
+        path, size = self.quarantined.popleft()
+        self.disk.discard(path)
+        self.quarantine_bytes -= size
+
+    def bad_block(self, name: bytes, entry: BlockEntry, what: str) -> None:
+        """A block turned out missing or corrupt: out of the index, the file aside, counted as ``what``."""
+        with self.lock:
+            if self.index.blocks.get(name) is not entry:
+                return  # Evicted or replaced meanwhile: the new file is not the one that was read.
+            self.index.drop_block(name)
+            self.count(what)
+            if what == "corrupt":
+                self.quarantine(self.paths.block(name), f"{name.hex()}.block")
+
+    def bad_tail(self, key: bytes, entry: TailEntry, what: str) -> None:
+        """The same for a tail."""
+        with self.lock:
+            agent = self.index.agents.get(key)
+            if agent is None or entry not in agent.tails:
+                return
+            self.index.drop_tail(key, entry)
+            self.count(what)
+            if what == "corrupt":
+                self.quarantine(self.paths.tail(key, entry.tokens), f"{key.hex()}-{entry.tokens}.tail")
+
+    def close(self) -> None:
+        if self.catalog is not None:
+            self.catalog.close()
+            self.catalog = None
+        if self._root_lock is not None:
+            self._root_lock.release()
+            self._root_lock = None

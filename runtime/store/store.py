@@ -1,0 +1,536 @@
+"""``BlockStore``: the facade over the KV files of one folder, used by the step thread and by others.
+
+Look-ups answer from memory. Everything that touches the disk goes to the writer or the loaders and comes
+back as a future of a typed result (see ``results``); no method but the constructor and ``close`` waits,
+and none raises for a fault of the disk. Errors of the caller raise ``StoreUsageError`` at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from . import hashing, retention
+from .blocks import BlockFormat, Destinations
+from .container import CorruptFile
+from .disk import Disk
+from .hashing import TokenIds
+from .index import AgentEntry, TailEntry
+from .layout import Array, Tail, TailInfo, TensorSpec
+from .prefetch import Load, Loader
+from .recover import recover
+from .results import (
+    Busy,
+    Corrupt,
+    Failed,
+    Loaded,
+    LoadResult,
+    Missing,
+    PutResult,
+    RemoveResult,
+    StoreUsageError,
+    TailLoaded,
+    TailResult,
+)
+from .saving import BlockPut, TailPut
+from .state import State
+from .tails import agent_key, check_tail, read_tail
+from .writer import Writer
+
+log = logging.getLogger(__name__)
+
+_TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EINTR, errno.EAGAIN}
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRecord:
+    """One agent's memory on disk. ``shared_bytes`` of ``nbytes`` are blocks that others own too."""
+
+    agent: str
+    salt: str
+    fingerprint: str
+    tails: tuple[TailInfo, ...]
+    blocks: int
+    nbytes: int
+    shared_bytes: int
+    last_used: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Sizes in bytes; ``counters`` since the store was opened, ``lifetime`` since the folder was made."""
+
+    blocks: int
+    tails: int
+    agents: int
+    disk_bytes: int
+    cap_bytes: int | None
+    pending_bytes: int
+    queued_writes: int
+    queued_loads: int
+    quarantined_files: int
+    degraded: str | None
+    counters: dict[str, int]
+    lifetime: dict[str, int]
+
+
+class BlockStore:
+    """KV blocks and tails of one model's agents in one folder, checksummed, shared, capped."""
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        fingerprint: str,
+        layout: Sequence[TensorSpec],
+        cap_bytes: int | None = None,
+        snapshots: int = 4,
+        write_threads: int = 2,
+        load_threads: int = 2,
+        pending_bytes: int = 256 << 20,
+        retry_seconds: float = 30.0,
+        lock_seconds: float = 20.0,
+        read_only: bool = False,
+        disk: Disk | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Open or make the store.
+
+        Args:
+            root: the folder. Other models' files in it are kept within the cap, and never used.
+            fingerprint: of model, tokenizer, template and KV scheme; part of every block's identity.
+            layout: the tensors of a block in file order, each layer group's together.
+            cap_bytes: bound on everything in the folder, or None.
+            snapshots: how many of an agent's latest tails to keep, for ``load_tail(at=...)``.
+            pending_bytes: bound on data queued for writing; above it puts are ``Busy``.
+            retry_seconds: how long a full or read-only disk is left alone before the next try.
+            lock_seconds: how long to wait for another process to let go of the folder.
+            read_only: change nothing and take no lock; puts are refused with ``ReadOnly``.
+            disk, clock: replaced by tests.
+
+        Raises:
+            StoreLocked: another process has the store open.
+            StoreUsageError: a bad layout or limit.
+        """
+        if snapshots < 1 or pending_bytes < 1 or (cap_bytes is not None and cap_bytes < 0):
+            raise StoreUsageError("snapshots and pending_bytes are at least 1, cap_bytes at least 0 or None")
+        self.fingerprint = fingerprint
+        self.layout = tuple(layout)
+        self._format = BlockFormat(fingerprint, layout)
+        self._snapshots = snapshots
+        self._closed = False
+        self._in_flight: dict[bytes, BlockPut] = {}
+        self._state = state = State(
+            Path(root).absolute(),
+            fingerprint=fingerprint,
+            cap_bytes=cap_bytes,
+            disk=disk or Disk(),
+            clock=clock,
+            retry_seconds=retry_seconds,
+            read_only=read_only,
+            lock_seconds=lock_seconds,
+        )
+        if not read_only:
+            try:
+                state.prepare_folders()
+            except OSError as error:
+                state.refuse(error)
+        try:
+            if read_only or state.degraded is None or state.paths.catalog.exists():
+                state.open_catalog()
+            self._recover()
+        except BaseException:
+            state.close()
+            raise
+        self._writer = Writer(
+            sync=self._sync, commit=self._settled, threads=write_threads, pending_bytes=pending_bytes
+        )
+        self._loader = Loader(load_threads)
+
+    def _recover(self) -> None:
+        state = self._state
+        try:
+            recover(state)
+            if not read_only_now(state):
+                retention.collect(state, state.index.unowned())
+                retention.shrink(state)
+        except OSError as error:
+            state.refuse(error)
+        state.commit()
+
+    # Names
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of a block's file."""
+        return self._format.file_bytes
+
+    def root_hash(self, salt: str = "") -> bytes:
+        """Where the chain of this model and tenant starts."""
+        return hashing.root_hash(self.fingerprint, salt)
+
+    def chain(self, ids: TokenIds, salt: str = "") -> list[bytes]:
+        """The names of all full blocks of ``ids``."""
+        return hashing.chain(ids, self.root_hash(salt))
+
+    def chain_at(self, ids: TokenIds, salt: str = "") -> bytes:
+        """The hash of all ``ids`` that a tail carries."""
+        return hashing.chain_at(ids, self.root_hash(salt))
+
+    # Blocks
+
+    def has(self, name: bytes) -> bool:
+        """Is this block on disk? A dict look-up, from any thread."""
+        return name in self._state.index.blocks
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._state.index.blocks
+
+    def put_block(
+        self,
+        name: bytes,
+        parent: bytes,
+        ids: TokenIds,
+        tensors: Mapping[str, Array] | Sequence[Array],
+        *,
+        agent: str | None = None,
+        salt: str = "",
+    ) -> Future[PutResult]:
+        """Save a sealed block. Nothing is copied: ``tensors`` must not change until the future is done.
+
+        Args:
+            name, parent, ids: the block's hash, its parent's (or the root), and its 256 token ids.
+            tensors: contiguous arrays by name, or in layout order.
+            agent, salt: who owns it. A block without owner is kept until the next start or ``gc``.
+
+        Returns: a future of ``Stored``, ``Full``, ``ReadOnly``, ``Busy`` or ``Failed``.
+        Raises: StoreUsageError if the name does not follow from parent and ids, or a tensor does not fit.
+        """
+        raw = _checked(hashing.ids_bytes, ids)
+        if _checked(hashing.block_hash, parent, raw) != name:
+            raise StoreUsageError(f"block {name.hex()} is not what follows {parent.hex()} with these ids")
+        arrays = self._format.arrange(tensors)
+        state = self._state
+        if self._closed:
+            return _done(Failed("the store is closed"))
+        put = BlockPut(state, self._format, name, parent, raw, arrays, agent, salt)
+        with state.lock:
+            running = self._in_flight.get(name)
+            if running is not None and running.outcome is None:
+                running.owners.update(put.owners)
+                return running.future
+            if name not in state.index.blocks:
+                refused = state.degraded
+                if refused is not None and not state.due():
+                    return _done(refused)
+            self._in_flight[name] = put
+        if self._writer.offer(put):
+            put.future.add_done_callback(lambda _: self._landed(put))
+            return put.future
+        self._landed(put)
+        return _done(Failed("the store is closed") if self._closed else Busy("the write queue is full"))
+
+    def _landed(self, put: BlockPut) -> None:
+        with self._state.lock:
+            if self._in_flight.get(put.name) is put:
+                del self._in_flight[put.name]
+
+    def load_block(self, name: bytes, dests: Destinations, *, priority: int = 0) -> Future[LoadResult]:
+        """Read a block into ``dests`` and verify it. See ``load_blocks``."""
+        return self.load_blocks([(name, dests)], priority=priority)[0]
+
+    def load_blocks(
+        self, wanted: Iterable[tuple[bytes, Destinations]], *, priority: int = 0
+    ) -> list[Future[LoadResult]]:
+        """Read blocks straight into the caller's arrays and verify every byte before saying ``Loaded``.
+
+        Args:
+            wanted: names with destinations: writable contiguous arrays by name, or in layout order; None
+                or an absent name skips a tensor, so one layer group alone can be read.
+            priority: lower goes first; see ``promote``.
+
+        Returns: futures of ``Loaded``, ``Missing``, ``Corrupt`` or ``Failed``, in order. ``cancel()`` works
+        until the load begins, and then the destinations were not touched. On any result but ``Loaded`` they
+        hold garbage. Raises: StoreUsageError if a destination does not fit.
+        """
+        loads = []
+        for name, dests in wanted:
+            ordered = self._format.destinations(dests)
+            loads.append(Load(partial(self._read_block, name, ordered), priority))
+        return self._loader.submit(loads)
+
+    def promote(self, futures: Iterable[Future[Any]], priority: int) -> None:
+        """Make loads that have not begun more urgent."""
+        self._loader.promote(futures, priority)
+
+    def _read_block(
+        self, name: bytes, dests: list[Array | None], scratch: dict[str, bytearray]
+    ) -> LoadResult:
+        state = self._state
+        entry = state.index.blocks.get(name)
+        if entry is None:
+            return Missing(f"block {name.hex()} is not stored")
+        header = scratch.setdefault("header", bytearray(self._format.header_bytes))
+        try:
+            nbytes = self._format.read(state.paths.block(name), entry.seal, dests, header)
+        except (CorruptFile, OSError) as error:
+            return self._bad(error, f"block {name.hex()}", lambda what: state.bad_block(name, entry, what))
+        state.count("blocks_loaded")
+        state.count("bytes_loaded", nbytes)
+        return Loaded(nbytes)
+
+    def _bad(self, error: Exception, label: str, note: Callable[[str], None]) -> Missing | Corrupt | Failed:
+        """The outcome of a failed read, after noting it."""
+        if isinstance(error, FileNotFoundError):
+            note("missing")
+            return Missing(f"{label} is gone from the disk")
+        if isinstance(error, OSError) and error.errno in _TRANSIENT:
+            self._state.count("read_errors")
+            return Failed(f"{label} cannot be read now: {error.strerror}")
+        note("corrupt")
+        log.warning("%s is corrupt: %s", label, error)
+        return Corrupt(f"{label}: {error}")
+
+    # Tails
+
+    def put_tail(self, agent: str, tail: Tail, *, salt: str = "", copy: bool = True) -> Future[PutResult]:
+        """Save an agent's newest tail; its oldest beyond ``snapshots`` go, and any longer than this one.
+
+        Blocks the tail lists become the agent's. With ``copy`` the arrays may change as soon as this returns.
+
+        Returns: a future as of ``put_block``; ``Stored.missing`` names listed blocks that are not stored.
+        Raises: StoreUsageError if the record cannot be stored.
+        """
+        check_tail(tail)
+        if self._closed:
+            return _done(Failed("the store is closed"))
+        refused = self._state.degraded
+        if refused is not None and not self._state.due():
+            return _done(refused)
+        arrays = {
+            name: array if not copy and array.flags.c_contiguous else np.array(array, order="C")
+            for name, array in tail.arrays.items()
+        }
+        put = TailPut(self._state, agent, salt, replace(tail, arrays=arrays), self._snapshots)
+        if self._writer.offer(put):
+            return put.future
+        return _done(Failed("the store is closed") if self._closed else Busy("the write queue is full"))
+
+    def tails(self, agent: str, salt: str = "") -> list[TailInfo]:
+        """The agent's stored tails under this model, the newest last."""
+        with self._state.lock:
+            entry = self._agent(agent, salt)
+            return [_info(tail) for tail in entry.tails] if entry is not None else []
+
+    def best_tail(self, agent: str, ids: TokenIds, salt: str = "") -> TailInfo | None:
+        """The longest stored tail of the agent that these token ids begin with. From memory."""
+        raw = _checked(hashing.ids_bytes, ids)
+        root = self.root_hash(salt)
+        for info in sorted(self.tails(agent, salt), key=lambda info: -info.tokens):
+            if info.tokens * 4 <= len(raw) and hashing.chain_at(raw[: info.tokens * 4], root) == info.chain:
+                return info
+        return None
+
+    def load_tail(
+        self, agent: str, salt: str = "", *, at: int | None = None, priority: int = 0
+    ) -> Future[TailResult]:
+        """Read and verify the agent's tail at ``at`` tokens, or its newest.
+
+        Compare ``tail.chain`` with ``chain_at`` of the transcript, or ask ``best_tail`` first.
+        Returns: a future of ``TailLoaded``, ``Missing``, ``Corrupt`` or ``Failed``.
+        """
+        key = agent_key(self.fingerprint, salt, agent)
+        load = Load(lambda _: self._read_tail(key, agent, at), priority)
+        return self._loader.submit([load])[0]
+
+    def _read_tail(self, key: bytes, agent: str, at: int | None) -> TailResult:
+        state = self._state
+        with state.lock:
+            entry = state.index.agents.get(key)
+            found = (
+                [tail for tail in entry.tails if at is None or tail.tokens == at] if entry is not None else []
+            )
+            state.index.touch(key, state.clock())
+        if not found:
+            return Missing(f"no tail of {agent!r}" + (f" at {at} tokens" if at is not None else ""))
+        tail = found[-1]
+        try:
+            _, loaded = read_tail(state.paths.tail(key, tail.tokens), key, tail.tokens, tail.seal)
+        except (CorruptFile, OSError) as error:
+            label = f"tail of {agent!r} at {tail.tokens} tokens"
+            return self._bad(error, label, lambda what: state.bad_tail(key, tail, what))
+        state.count("tails_loaded")
+        state.count("bytes_loaded", tail.nbytes)
+        return TailLoaded(loaded, tail.nbytes)
+
+    # Owners
+
+    def claim(self, agent: str, names: Iterable[bytes], salt: str = "") -> None:
+        """Make the agent an owner of blocks it shares, before its next tail lists them."""
+        key = agent_key(self.fingerprint, salt, agent)
+        with self._state.lock:
+            self._state.index.agent(key, agent, salt, self.fingerprint, self._state.clock())
+            self._state.index.claim(key, names)
+
+    def touch(self, agent: str, salt: str = "") -> None:
+        """Mark the agent's memory as used now."""
+        with self._state.lock:
+            self._state.index.touch(agent_key(self.fingerprint, salt, agent), self._state.clock())
+
+    def forget(self, agent: str, salt: str | None = None) -> Future[RemoveResult]:
+        """Remove the agent's memory, of every model, under ``salt`` or (None) all salts.
+
+        Blocks that others own stay. Done in order with the puts queued before it.
+        """
+
+        def act() -> RemoveResult:
+            with self._state.lock:
+                keys = [
+                    key
+                    for key, entry in self._state.index.agents.items()
+                    if entry.agent == agent and salt in (None, entry.salt)
+                ]
+            result = retention.forget(self._state, keys)
+            self._settled()
+            return result
+
+        return self._writer.call(act)
+
+    def gc(self) -> Future[RemoveResult]:
+        """Remove blocks without owner, and temporary files."""
+
+        def act() -> RemoveResult:
+            state = self._state
+            refused = state.unwritable()
+            if refused is not None:
+                return refused
+            try:
+                removed = retention.collect(state, state.index.unowned())
+            except OSError as error:
+                return state.refuse(error)
+            for path in state.paths.tmp.iterdir():
+                state.disk.discard(str(path))
+            self._settled()
+            return removed
+
+        return self._writer.call(act)
+
+    def list(self) -> list[AgentRecord]:
+        """Every agent's memory in the folder, other models' included, the latest used first."""
+        with self._state.lock:
+            index = self._state.index
+            records = [self._record(entry) for entry in index.agents.values()]
+        return sorted(records, key=lambda record: -record.last_used)
+
+    def _record(self, entry: AgentEntry) -> AgentRecord:
+        index = self._state.index
+        stored = [(name, block) for name in entry.owned if (block := index.blocks.get(name)) is not None]
+        shared = sum(block.nbytes for name, block in stored if index.references[name] > 1)
+        tails = tuple(_info(tail) for tail in entry.tails)
+        nbytes = sum(block.nbytes for _, block in stored) + sum(tail.nbytes for tail in tails)
+        return AgentRecord(
+            entry.agent, entry.salt, entry.model, tails, len(stored), nbytes, shared, entry.last_used
+        )
+
+    def _agent(self, agent: str, salt: str) -> AgentEntry | None:
+        return self._state.index.agents.get(agent_key(self.fingerprint, salt, agent))
+
+    # The whole
+
+    @property
+    def degraded(self) -> str | None:
+        """Why nothing is being saved now (disk full, read-only), or None."""
+        return self._state.degraded.reason if self._state.degraded is not None else None
+
+    def stats(self) -> StoreStats:
+        """Counters and sizes, from memory."""
+        state = self._state
+        with state.lock:
+            return StoreStats(
+                blocks=len(state.index.blocks),
+                tails=sum(len(agent.tails) for agent in state.index.agents.values()),
+                agents=len(state.index.agents),
+                disk_bytes=state.used_bytes,
+                cap_bytes=state.cap_bytes,
+                pending_bytes=self._writer.pending_bytes,
+                queued_writes=self._writer.depth,
+                queued_loads=self._loader.depth,
+                quarantined_files=len(state.quarantined),
+                degraded=self.degraded,
+                counters=dict(state.counters),
+                lifetime=dict(state.lifetime),
+            )
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything put before is on disk (or refused). False if the time ran out."""
+        done = self._writer.call(self._settled)
+        try:
+            done.result(timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Save what is queued, cancel loads that have not begun, let go of the folder. Twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loader.close()
+        self._writer.close()
+        self._state.commit()
+        self._state.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _sync(self, folders: Sequence[str]) -> dict[str, Any]:
+        """Sync folders that got new files. Returns the outcomes of those that failed."""
+        failed: dict[str, Any] = {}
+        for folder in folders:
+            try:
+                self._state.disk.sync_folder(folder)
+            except OSError as error:
+                failed[folder] = self._state.refuse(error)
+        return failed
+
+    def _settled(self) -> None:
+        """The end of a group: collect what lost its last owner, bring the catalog up to date."""
+        retention.collect_lost(self._state)
+        self._state.commit()
+
+
+def read_only_now(state: State) -> bool:
+    return state.read_only or state.degraded is not None
+
+
+def _info(tail: TailEntry) -> TailInfo:
+    return TailInfo(tail.tokens, tail.chain, tail.nbytes)
+
+
+def _done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
+
+
+def _checked(function: Callable[..., bytes], *args: Any) -> bytes:
+    try:
+        return function(*args)
+    except ValueError as error:
+        raise StoreUsageError(str(error)) from None

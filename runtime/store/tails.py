@@ -1,0 +1,156 @@
+"""Tail files: what an agent needs beside its sealed blocks, one file per remembered turn.
+
+A tail belongs to (fingerprint, salt, agent id) and is named by their hash and its token count. Unlike a
+block it is found by an agent's name, so it carries the chain hash of all its token ids: the caller
+compares that with its transcript and so still decides on token ids alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from binascii import a2b_base64, b2a_base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from . import container
+from .container import CorruptFile, Header
+from .hashing import HASH_BYTES
+from .layout import Array, Tail, TensorSpec
+from .results import StoreUsageError
+
+FORMAT = "offbook-tail-1"
+
+
+def agent_key(fingerprint: str, salt: str, agent: str) -> bytes:
+    """The 16-byte name on disk of one agent's memory under one model and salt."""
+    digest = sha256(b"offbook agent 1\0")
+    for part in (fingerprint, salt, agent):
+        try:
+            raw = part.encode()
+        except UnicodeEncodeError:
+            raise StoreUsageError(f"{part!r} is not proper text and cannot name an agent") from None
+        digest.update(len(raw).to_bytes(8, "little"))
+        digest.update(raw)
+    return digest.digest()[:HASH_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class TailFacts:
+    """What a tail file says of itself, beside its arrays. ``serial`` orders the tails of one agent."""
+
+    fingerprint: str
+    salt: str
+    agent: str
+    tokens: int
+    chain: bytes
+    blocks: bytes
+    serial: int
+    note: dict[str, Any]
+    header: Header
+
+
+def check_tail(tail: Tail) -> None:
+    """StoreUsageError if this record could not be stored."""
+    if tail.tokens < 0 or len(tail.chain) != HASH_BYTES:
+        raise StoreUsageError(
+            f"a tail has a token count and a {HASH_BYTES}-byte chain; got {tail.tokens}, {tail.chain!r}"
+        )
+    if any(len(name) != HASH_BYTES for name in tail.blocks):
+        raise StoreUsageError("a tail lists blocks by their 16-byte names")
+    for name, array in tail.arrays.items():
+        try:
+            TensorSpec.of(name, array)
+        except ValueError as error:
+            raise StoreUsageError(str(error)) from None
+
+
+def encode_tail(
+    fingerprint: str, salt: str, agent: str, tail: Tail, serial: int
+) -> tuple[bytearray, list[Array]]:
+    """The sealed header and the arrays (contiguous, in file order) of a tail file."""
+    arrays = [np.ascontiguousarray(array) for array in tail.arrays.values()]
+    return _tail_header(fingerprint, salt, agent, tail, serial, container.digests(arrays)), arrays
+
+
+def _tail_header(
+    fingerprint: str, salt: str, agent: str, tail: Tail, serial: int, checksums: bytes
+) -> bytearray:
+    fields = {
+        "format": FORMAT,
+        "fingerprint": fingerprint,
+        "salt": salt,
+        "agent": agent,
+        "tokens": str(tail.tokens),
+        "chain": tail.chain.hex(),
+        "serial": str(serial),
+        "blocks": b2a_base64(b"".join(tail.blocks), newline=False).decode(),
+        "note": json.dumps(dict(tail.note), separators=(",", ":")),
+    }
+    specs = [TensorSpec.of(name, array) for name, array in tail.arrays.items()]
+    return container.make_header(fields, container.tensor_table(specs), checksums)
+
+
+def tail_bytes(fingerprint: str, salt: str, agent: str, tail: Tail, serial: int) -> int:
+    """The size of the file ``encode_tail`` would make, without reading the arrays."""
+    return len(_tail_header(fingerprint, salt, agent, tail, serial, bytes(16 * len(tail.arrays)))) + sum(
+        array.nbytes for array in tail.arrays.values()
+    )
+
+
+def tail_facts(header: Header, key: bytes, tokens: int) -> TailFacts:
+    """Prove that a header belongs to the tail of this key and token count. CorruptFile if not."""
+    fields = header.metadata
+    try:
+        if fields["format"] != FORMAT:
+            raise CorruptFile(f"format {fields['format']!r} is not {FORMAT!r}")
+        facts = TailFacts(
+            fingerprint=fields["fingerprint"],
+            salt=fields["salt"],
+            agent=fields["agent"],
+            tokens=int(fields["tokens"]),
+            chain=bytes.fromhex(fields["chain"]),
+            blocks=a2b_base64(fields["blocks"]),
+            serial=int(fields["serial"]),
+            note=json.loads(fields["note"]),
+            header=header,
+        )
+        if agent_key(facts.fingerprint, facts.salt, facts.agent) != key or facts.tokens != tokens:
+            raise CorruptFile("the file belongs to another agent or turn")
+        if len(facts.chain) != HASH_BYTES or len(facts.blocks) % HASH_BYTES:
+            raise CorruptFile("a hash has the wrong length")
+    except (KeyError, ValueError) as error:
+        raise CorruptFile(f"metadata cannot be read: {error!r}") from None
+    return facts
+
+
+def inspect_tail(path: str, key: bytes, tokens: int) -> TailFacts:
+    """Prove a tail file's header, name and size; reads no arrays. Raises CorruptFile, OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return tail_facts(container.read_header(fd), key, tokens)
+    finally:
+        os.close(fd)
+
+
+def read_tail(path: str, key: bytes, tokens: int, seal: bytes | None) -> tuple[TailFacts, Tail]:
+    """Read and verify a tail file. ``seal``: what the index remembers. Raises CorruptFile, OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        header = container.read_header(fd)
+        if seal is not None and header.seal != seal:
+            raise CorruptFile("the header does not match the catalog's seal")
+        facts = tail_facts(header, key, tokens)
+        arrays = container.read_arrays(fd, header)
+    finally:
+        os.close(fd)
+    return facts, Tail(facts.tokens, facts.chain, split_names(facts.blocks), arrays, facts.note)
+
+
+def split_names(packed: bytes) -> Sequence[bytes]:
+    """Names of blocks from their concatenation."""
+    return [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]
