@@ -81,7 +81,9 @@ class PoolArrays:
 
     @property
     def nbytes(self) -> int:
-        return sum(a.nbytes for layers in (self.blocks, self.pages) for d in layers.values() for a in d.values())
+        return sum(
+            a.nbytes for layers in (self.blocks, self.pages) for d in layers.values() for a in d.values()
+        )
 
     def view(self, array: mx.array) -> NDArray[Any]:
         """The NumPy view of one of the pool's arrays (host mode only)."""

@@ -72,6 +72,10 @@ class SlotAllocator:
             self._slot_of[digest] = slot
             self._hash_of[slot] = digest
 
+    def unname(self, slot: int) -> None:
+        """The content of ``slot`` is about to change: it can no longer be found."""
+        self._forget_hash(slot)
+
     def find(self, digest: bytes) -> int | None:
         return self._slot_of.get(digest)
 

@@ -168,9 +168,13 @@ class ModelCacheSpec:
 
     def fp16_bytes(self, tokens: int) -> int:
         """Bytes of the same history as plain 16-bit KV at full length in every layer."""
-        return 2 * tokens * sum(
-            layer.heads * (layer.key_width + (0 if layer.kind == "latent" else layer.value_width))
-            for layer in self.attention_layers
+        return (
+            2
+            * tokens
+            * sum(
+                layer.heads * (layer.key_width + (0 if layer.kind == "latent" else layer.value_width))
+                for layer in self.attention_layers
+            )
         )
 
     def describe(self) -> str:

@@ -40,7 +40,8 @@ class AgentTable:
         sealed: how many of them are in sealed groups; the rest is in ``pages``.
         slots: per layer group, the slot of each block from position 0, or ``ABSENT``.
         pages: page ids; the first page starts at position ``sealed``.
-        shared: per layer group, leading blocks that hold a full, named block others may refer to.
+        chain: names of the leading blocks that are full, named and handed to the store.
+        saved: tokens the last saved tail stands for (-1: none).
         state: what recurrent layers keep, by layer index (hybrid models).
     """
 
@@ -54,6 +55,7 @@ class AgentTable:
     slots: list[list[int]] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     chain: list[bytes] = field(default_factory=list)
+    saved: int = -1
     state: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -71,7 +73,7 @@ class AgentTable:
             held = sum(slot != ABSENT for slot in slots)
             want = -(-sealed // BLOCK)
             if group.window is not None:
-                want = min(want, -(-group.window // BLOCK) + 2)
+                want = min(want, -(-group.window // BLOCK) + 3)
             blocks.append(max(0, want - held))
         # While a step runs, the tail holds up to one page more than at rest.
         return blocks, max(0, min(-(-tokens // GROUP), self.scheme.pages) - len(self.pages))
@@ -88,13 +90,33 @@ class AgentTable:
         """Give back the blocks that no future token can see. Returns how many."""
         returned = 0
         for index, (group, slots) in enumerate(zip(self.groups, self.slots, strict=True)):
-            for block in range(min(group.first_block(self.tokens), len(slots)) - 1, -1, -1):
+            # A block that is not named yet has not been saved; it stays until it is.
+            for block in range(min(group.first_block(self.tokens), len(self.chain)) - 1, -1, -1):
                 if slots[block] == ABSENT:
                     break
                 pool.groups[index].release(slots[block])
                 slots[block] = ABSENT
                 returned += 1
         return returned
+
+    def truncate(self, tokens: int, pool: BlockPool) -> None:
+        """Keep the first ``tokens`` tokens: within the tail, or a multiple of 64 with an empty tail."""
+        if tokens < self.sealed:
+            assert tokens % GROUP == 0, tokens
+            for page in self.pages:
+                pool.pages.release(page)
+            self.pages, self.sealed = [], tokens
+        keep = -(-(tokens - self.sealed) // GROUP)
+        for page in self.pages[keep:]:
+            pool.pages.release(page)
+        self.pages = self.pages[:keep]
+        blocks = -(-self.sealed // BLOCK)
+        for index, slots in enumerate(self.slots):
+            pool.release(index, slots[blocks:])
+            del slots[blocks:]
+        del self.chain[self.sealed // BLOCK :]
+        self.tokens, self.ids = tokens, self.ids[:tokens]
+        self.saved = -1
 
     def release(self, pool: BlockPool) -> None:
         """Give everything back; the table is then empty."""
@@ -105,6 +127,7 @@ class AgentTable:
         self.slots = [[] for _ in self.groups]
         self.pages, self.chain, self.state = [], [], {}
         self.tokens = self.sealed = 0
+        self.saved = -1
         self.ids = np.zeros(0, np.uint32)
 
     def held(self) -> tuple[list[int], int]:

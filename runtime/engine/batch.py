@@ -1,0 +1,99 @@
+"""Running the model: prefill chunks and batched decode steps over agents' tables.
+
+Owns the forward passes and nothing of the policy. The logits of the last position only are computed:
+a chunk's hidden states go to the head one position a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..kv.arrays import PoolArrays
+from ..kv.cache import BatchQuantizedKVCache, Step
+from ..kv.pool import BlockPool
+from ..kv.probe import make_caches
+from ..kv.table import AgentTable, Ids
+
+Head = Callable[[mx.array], mx.array]
+
+
+def split_head(model: nn.Module) -> tuple[Callable[..., mx.array], Head] | None:
+    """The model as (body, head), or None if it is not built that way.
+
+    Checked by comparing with the whole model on a few tokens, so a model whose head does more (scales,
+    caps) is found out and run whole.
+    """
+    body = getattr(model, "model", None)
+    embed = getattr(body, "embed_tokens", None)
+    heads: list[Head] = []
+    if callable(getattr(model, "lm_head", None)):
+        heads.append(model.lm_head)
+    if embed is not None and hasattr(embed, "as_linear"):
+        heads.append(embed.as_linear)
+    if body is None or not heads:
+        return None
+    tokens = mx.array([[1, 2, 3, 4]])
+    expected = model(tokens, cache=list(make_caches(model)))
+    for head in heads:
+        try:
+            hidden = body(tokens, cache=list(make_caches(model)))
+            got = head(hidden)
+        except (TypeError, ValueError, AttributeError):
+            continue
+        if got.shape == expected.shape and mx.allclose(got, expected, rtol=1e-4, atol=1e-4).item():
+            return body, head
+    return None
+
+
+class Batch:
+    """Forward passes of one model over one pool."""
+
+    def __init__(self, model: nn.Module, arrays: PoolArrays, pool: BlockPool, *, native: Any = None) -> None:
+        self.model, self.arrays, self.pool, self.native = model, arrays, pool, native
+        self.split = split_head(model)
+
+    def prefill(
+        self, tables: Sequence[AgentTable], chunks: Sequence[Ids], *, logits: bool
+    ) -> mx.array | None:
+        """Run one chunk of each row. With ``logits``, those of each row's last token: [rows, vocabulary]."""
+        counts = [len(chunk) for chunk in chunks]
+        tokens = np.zeros((len(chunks), max(counts)), np.uint32)
+        for row, chunk in enumerate(chunks):
+            tokens[row, : len(chunk)] = chunk
+        step = Step(self.arrays, self.pool, tables, counts, native=self.native)
+        out = self._forward(mx.array(tokens), step, counts if logits else None)
+        pending = [c.pending for c in step.caches if isinstance(c, BatchQuantizedKVCache)]
+        if out is not None:
+            mx.eval(out, pending)
+        else:
+            mx.eval(pending)
+        step.commit()
+        return out
+
+    def decode(self, tables: Sequence[AgentTable], tokens: Sequence[int]) -> mx.array:
+        """Run one token of each row: logits [rows, vocabulary]."""
+        step = Step(self.arrays, self.pool, tables, [1] * len(tables), native=self.native)
+        out = self._forward(mx.array(np.array(tokens, np.uint32)[:, None]), step, [1] * len(tables))
+        assert out is not None
+        mx.eval(out)
+        step.commit()
+        return out
+
+    def _forward(self, tokens: mx.array, step: Step, counts: Sequence[int] | None) -> mx.array | None:
+        """Last-token logits, or None when ``counts`` is None (the caches are then all that matters)."""
+        if self.split is None:
+            logits = self.model(tokens, cache=step.caches)
+            return None if counts is None else last(logits, counts)
+        body, head = self.split
+        hidden = body(tokens, cache=step.caches)
+        return None if counts is None else head(last(hidden, counts)[:, None])[:, 0]
+
+
+def last(x: mx.array, counts: Sequence[int]) -> mx.array:
+    """The last real position of each row: [rows, length, n] to [rows, n]."""
+    return x[mx.arange(len(counts)), mx.array([count - 1 for count in counts])]

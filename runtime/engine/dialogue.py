@@ -1,0 +1,141 @@
+"""From messages to token ids, without ever rendering history again.
+
+A new message becomes tokens by rendering the chat template over [system, user, assistant with a
+sentinel text, new messages] and taking what follows the sentinel, encoded without special tokens. So
+the transcript holds one BOS, generated ids are kept as sampled, and templates that rewrite old turns
+(strip thinking, say) change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from offbook.actors.lm import ChatMessage
+from offbook.bus.errors import InvalidRequest
+
+from ..kv.table import Ids, common_prefix
+
+SENTINEL = "offbook-sentinel-7f3a"
+
+
+def merged(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
+    """Neighbours of one role joined: many templates insist that roles alternate."""
+    out: list[dict[str, str]] = []
+    for message in messages:
+        if out and out[-1]["role"] == message.role:
+            out[-1]["content"] += "\n\n" + message.content
+        else:
+            out.append({"role": message.role, "content": message.content})
+    return out
+
+
+class Dialogue:
+    """Renders messages for one model.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer (or mlx-lm's wrapper of one).
+        eos: ids that end a turn.
+    """
+
+    def __init__(self, tokenizer: Any, eos: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.eos = frozenset(eos)
+        self.has_template = bool(getattr(tokenizer, "chat_template", None))
+        self.bos: int | None = getattr(tokenizer, "bos_token_id", None)
+        self._system_roles: bool | None = None
+
+    def prompt(self, system: str | None, transcript: Ids, messages: Sequence[ChatMessage]) -> Ids:
+        """The ids to append to ``transcript`` so that the model answers ``messages``.
+
+        Raises:
+            InvalidRequest: no message, or nothing but white space in all of them.
+        """
+        check(messages)
+        if not self.has_template:
+            return self._plain(system, transcript, messages)
+        new = merged(messages)
+        if not len(transcript):
+            return self._first(self._render(self._with_system(system, new)))
+        text = self._render([*self._past(system), *new])
+        return self._continued(text, transcript)
+
+    def ahead(self, system: str | None, transcript: Ids, messages: Sequence[ChatMessage]) -> Ids:
+        """The ids that any later prompt beginning with ``messages`` is sure to start with.
+
+        What a following message changes (the last characters may merge into other tokens, the end of
+        the turn) is cut off: the common prefix of two different continuations.
+        """
+        variants = [
+            self.prompt(system, transcript, [*messages, ChatMessage("user", more)])
+            for more in ("A different text.", "1 + 1?")
+        ]
+        return variants[0][: common_prefix(*variants)]
+
+    def persona_length(self, system: str | None, transcript: Ids) -> int:
+        """How many leading ids of ``transcript`` are the rendered system prompt."""
+        if not self.has_template:
+            head = self._encode((system + "\n\n") if system else "")
+            return common_prefix(head, transcript)
+        text = self._render(self._with_system(system, [{"role": "user", "content": SENTINEL}]))
+        return common_prefix(self._first(text.partition(SENTINEL)[0]), transcript)
+
+    def _with_system(self, system: str | None, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+        return [{"role": "system", "content": system}, *messages] if system else messages
+
+    def _past(self, system: str | None) -> list[dict[str, str]]:
+        past = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": SENTINEL}]
+        return self._with_system(system, past)
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            )
+        except Exception as error:
+            if messages and messages[0]["role"] == "system":
+                # Templates without a system role: the persona opens the first user message instead.
+                first, second, *rest = messages
+                if second["role"] == "user":
+                    joined = {"role": "user", "content": first["content"] + "\n\n" + second["content"]}
+                    return self._render([joined, *rest])
+            roles = [message["role"] for message in messages]
+            raise InvalidRequest(f"the model's chat template refuses roles {roles}: {error}") from error
+
+    def _first(self, text: str) -> Ids:
+        ids = self._encode(text)
+        adds_bos = self.bos is not None and self._adds_bos()
+        if adds_bos and (not len(ids) or ids[0] != self.bos):
+            ids = np.concatenate([np.array([self.bos], np.uint32), ids])
+        return ids
+
+    def _adds_bos(self) -> bool:
+        plain = self.tokenizer.encode("a")
+        return len(plain) > 0 and plain[0] == self.bos
+
+    def _continued(self, text: str, transcript: Ids) -> Ids:
+        ids = self._encode(text.rpartition(SENTINEL)[2])
+        # The template closes the assistant's turn; a turn that ended by itself is closed already.
+        if len(ids) and int(transcript[-1]) in self.eos and int(ids[0]) in self.eos:
+            ids = ids[1:]
+        return ids
+
+    def _plain(self, system: str | None, transcript: Ids, messages: Sequence[ChatMessage]) -> Ids:
+        """Base models without a template: the text itself, a blank line between messages."""
+        parts = [message.content for message in messages]
+        if not len(transcript):
+            return self._first("\n\n".join([system, *parts] if system else parts))
+        return self._encode("\n\n" + "\n\n".join(parts))
+
+    def _encode(self, text: str) -> Ids:
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.uint32)
+
+
+def check(messages: Sequence[ChatMessage]) -> None:
+    """Refuse a request that says nothing."""
+    if not messages:
+        raise InvalidRequest("no messages: give at least one message to answer")
+    if not any(message.content.strip() for message in messages):
+        raise InvalidRequest("empty prompt: the messages hold nothing but white space")

@@ -1,0 +1,496 @@
+"""The step thread: the only thread that touches MLX.
+
+Owns the model, the pool and the loop admit - decode - prefill - emit. Other threads talk to it through
+``post``; it talks back through callbacks that must only hand things over.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import numpy as np
+
+from offbook.actors.lm import AgentStats, EngineStats, FinishReason, StateHandle, Where
+from offbook.bus.errors import Cancelled, ContextTooLarge, DeadlineExceeded, EngineFailed, OffbookError
+
+from ..kv.arrays import PoolArrays
+from ..kv.memory import Key, KVMemory, Loading
+from ..kv.pool import BlockPool
+from ..kv.probe import derive
+from ..kv.scheme import KVScheme
+from ..kv.spec import ModelCacheSpec
+from ..kv.table import Ids
+from ..store.hashing import chain_at
+from ..supervisor import MIB, Supervisor, pool_sizes, workspace_bytes
+from .batch import Batch
+from .job import Job, Phase
+from .sampling import top_logprobs
+from .scheduler import Scheduler
+
+log = logging.getLogger("offbook.engine")
+
+T = TypeVar("T")
+
+SAVE_AFTER_SECONDS = 3.0
+"""A finished turn's tail is written when the engine is idle, or after this long."""
+
+IDLE_WAIT_SECONDS = 0.5
+
+
+class EngineLoop:
+    """Model, memory and jobs of one engine.
+
+    Args:
+        load: loads the model, on the step thread.
+        open_store: opens the block store for a fingerprint and spec, or returns None.
+        budget_bytes: everything this process may use for MLX memory.
+        host: whether the pool is written through NumPy views (CPU).
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Any],
+        open_store: Callable[[str, ModelCacheSpec, KVScheme], Any],
+        *,
+        scheme: KVScheme,
+        budget_bytes: int,
+        host: bool,
+        native: Callable[[PoolArrays], Any] | None = None,
+    ) -> None:
+        self._load, self._open_store = load, open_store
+        self.scheme, self.budget_bytes, self.host = scheme, budget_bytes, host
+        self._native = native
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._done: Future[None] = Future()
+        self._unsaved: dict[Key, float] = {}
+        self.ready: Future[None] = Future()
+        self.step_started = 0.0
+        self.counters: dict[str, float] = {}
+        self.peak_bytes = 0
+
+    # ---- for other threads
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="offbook-step", daemon=True).start()
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Run ``action`` on the step thread, between steps."""
+        self._inbox.put(action)
+
+    def call(self, action: Callable[[], T]) -> Future[T]:
+        """Run ``action`` on the step thread and give its result."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(action())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.post(run)
+        return future
+
+    def stop(self) -> Future[None]:
+        """End after saving everything. The future is done once all is on disk."""
+        self._stopping.set()
+        self.post(lambda: None)
+        return self._done
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            self._set_up()
+        except BaseException as error:
+            log.exception("the engine could not start")
+            self.ready.set_exception(error)
+            self._done.set_result(None)
+            return
+        self.ready.set_result(None)
+        try:
+            while not self._stopping.is_set():
+                self._turn()
+        except BaseException:
+            log.exception("the engine's loop ended")
+        finally:
+            self._tear_down()
+
+    def _set_up(self) -> None:
+        self.loaded = self._load()
+        self.model = self.loaded.model
+        mx.eval(self.model.parameters())
+        self.spec = derive(self.model)
+        self.fingerprint: str = self.loaded.fingerprint_for(self.scheme.describe() + self.spec.describe())
+        self.weights_bytes = int(self.loaded.weights_bytes)
+        self.store = self._open_store(self.fingerprint, self.spec, self.scheme)
+        self._build_pool()
+
+    def _build_pool(self) -> None:
+        """Allocate the pool at the size the budget leaves. Raises ContextTooLarge if that is nothing."""
+        self.workspace = workspace_bytes(self.spec, self.weights_bytes)
+        left = self.budget_bytes - self.weights_bytes - self.workspace
+        sizes = pool_sizes(self.spec, self.scheme, left)
+        if sizes.pages < self.scheme.pages or min(sizes.group_slots, default=1) < 1:
+            least = self.weights_bytes + self.workspace + 2 * self.spec.agent_bytes(1024, self.scheme)
+            raise ContextTooLarge(
+                f"a memory budget of {self.budget_bytes / MIB:.0f} MiB leaves {left / MIB:.0f} MiB for KV beside "
+                f"{self.weights_bytes / MIB:.0f} MiB of weights and {self.workspace / MIB:.0f} MiB of workspace; "
+                f"give at least {least / MIB:.0f} MiB"
+            )
+        mx.set_cache_limit(self.workspace // 4)
+        mx.clear_cache()
+        groups = [(group.name, n) for group, n in zip(self.spec.groups, sizes.group_slots, strict=True)]
+        self.pool = BlockPool(groups, sizes.pages)
+        self.arrays = PoolArrays(self.spec, self.scheme, sizes.group_slots, sizes.pages, host=self.host)
+        native = self._native(self.arrays) if self._native is not None else None
+        self.batch = Batch(self.model, self.arrays, self.pool, native=native)
+        self.memory = KVMemory(
+            self.spec, self.scheme, self.fingerprint, self.arrays, self.pool, self.store, self._loaded
+        )
+        self.memory.counters = self.counters
+        self.supervisor = Supervisor(self.spec, self.scheme, self.pool)
+        self.scheduler = Scheduler(self.supervisor, self.memory)
+        self.pool_bytes = sizes.nbytes
+        log.info("pool of %.0f MiB: %s, %d pages", sizes.nbytes / MIB, groups, sizes.pages)
+
+    def _turn(self) -> None:
+        """One turn of the loop."""
+        self._drain(block=self.scheduler.idle or self._only_loading())
+        if self._stopping.is_set():
+            return
+        self.step_started = time.monotonic()
+        self._expire()
+        for job, plan in self.scheduler.admit():
+            self._guard([job], lambda job=job, plan=plan: self._begin(job, plan))
+        rows = self.scheduler.decoding()
+        if rows:
+            self._guard(rows, lambda: self._decode(rows))
+        chunk = self.scheduler.prefill(workspace=self.workspace // 2, score_bytes=self._score_bytes)
+        if chunk:
+            self._guard([job for job, _ in chunk], lambda: self._prefill(chunk))
+        self.peak_bytes = max(self.peak_bytes, mx.get_active_memory() + mx.get_cache_memory())
+        self.step_started = 0.0
+        self._save_some()
+
+    @property
+    def _score_bytes(self) -> int:
+        # Scores, masked scores and probabilities in float32, for the heads of one layer.
+        return 12 * max((layer.heads for layer in self.spec.attention_layers), default=1) * 4
+
+    def _only_loading(self) -> bool:
+        return all(job.phase is Phase.LOADING for job in self.scheduler.running) and not any(
+            not job.waits_for for job in self.scheduler.queue
+        )
+
+    def _drain(self, *, block: bool) -> None:
+        try:
+            if block:
+                self._inbox.get(timeout=IDLE_WAIT_SECONDS)()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _guard(self, jobs: Sequence[Job], work: Callable[[], None]) -> None:
+        """Do a step. If it fails, find the job that fails alone; the others go on."""
+        try:
+            work()
+        except OffbookError as error:
+            for job in jobs:
+                self._end(job, error)
+        except Exception as error:
+            log.exception("a step failed for %s", [job.key for job in jobs])
+            self.counters["failed_steps"] = self.counters.get("failed_steps", 0) + 1
+            alive = [job for job in jobs if job.phase in (Phase.DECODE, Phase.PREFILL)]
+            if len(alive) > 1:
+                for job in alive:
+                    if job.phase is Phase.DECODE:
+                        self._guard([job], lambda job=job: self._decode([job]))
+                    else:
+                        self._guard([job], lambda job=job: self._prefill([(job, len(job.remaining))]))
+                return
+            for job in jobs:
+                key = job.key
+                self._end(job, EngineFailed(f"the engine failed in this turn of {key[0]}: {error!r}"))
+                # Its table may be half written; it is rebuilt from tokens.
+                if key in self.memory.tables and key not in self.memory.loading:
+                    self.memory.drop(key)
+
+    # ---- steps
+
+    def _begin(self, job: Job, plan: Any) -> None:
+        job.admitted = time.monotonic()
+        job.source = {"hot": "hot", "clone": "hot", "warm": "warm", "cold": "cold"}[plan.source]  # type: ignore[assignment]
+        job.reused = plan.tokens
+        started = self.memory.start(job.key, plan)
+        if isinstance(started, Loading):
+            job.phase, job.table = Phase.LOADING, started.table
+        else:
+            self._ready(job, started)
+
+    def _ready(self, job: Job, table: Any) -> None:
+        job.table, job.phase = table, Phase.PREFILL
+        job.loaded = time.monotonic()
+        table.ids = np.concatenate([table.ids[: table.tokens], job.ids[table.tokens :]])
+
+    def _loaded(self, loading: Loading) -> None:
+        self.post(lambda: self._finish_load(loading))
+
+    def _finish_load(self, loading: Loading) -> None:
+        job = next((j for j in self.scheduler.running if j.table is loading.table), None)
+        ids = job.ids if job is not None else loading.ids
+        table = self.memory.finish(loading, ids)
+        if job is None:
+            return
+        if table is None:
+            # Something was missing or corrupt: back to the queue, less will be found this time.
+            job.phase, job.table = Phase.QUEUED, None
+            self.scheduler.running.remove(job)
+            self.scheduler.queue.append(job)
+        else:
+            self._ready(job, table)
+
+    def _prefill(self, chunk: Sequence[tuple[Job, int]]) -> None:
+        jobs = [job for job, _ in chunk]
+        tables = [job.table for job in jobs if job.table is not None]
+        pieces = [job.remaining[:count] for job, count in chunk]
+        last = all(len(job.remaining) == count for job, count in chunk)
+        started = time.perf_counter()
+        logits = self.batch.prefill(tables, pieces, logits=last and any(j.max_tokens for j in jobs))
+        self.scheduler.observe_prefill(sum(map(len, pieces)), time.perf_counter() - started)
+        for (job, count), table in zip(chunk, tables, strict=True):
+            job.prefilled += count
+            self.memory.after_step(table)
+        if not last:
+            return
+        for row, job in enumerate(jobs):
+            job.phase = Phase.DECODE
+            if logits is None or not job.max_tokens:
+                self._finish(job, "stop")
+        if logits is not None:
+            self._draw([job for job in jobs if job.phase is Phase.DECODE], logits)
+
+    def _decode(self, rows: Sequence[Job]) -> None:
+        tables = [job.table for job in rows if job.table is not None]
+        tokens = [job.generated[-1] for job in rows]
+        for table, token in zip(tables, tokens, strict=True):
+            table.ids = np.append(table.ids[: table.tokens], np.uint32(token))
+        logits = self.batch.decode(tables, tokens)
+        for table in tables:
+            self.memory.after_step(table)
+        self._draw(rows, logits)
+
+    def _draw(self, rows: Sequence[Job], logits: mx.array) -> None:
+        """Draw every row's next token and say what is certain."""
+        best = None
+        if any(job.sampler.greedy and job.constraint is None for job in rows):
+            best = np.array(mx.argmax(logits, axis=-1))
+        for row, job in enumerate(rows):
+            if job.logprobs:
+                pairs = top_logprobs(logits[row], job.logprobs)
+                decode = self.loaded.tokenizer.decode
+                job.distributions.append({decode([i]): p for i, p in pairs})
+            if job.constraint is not None:
+                masked = job.constraint.masked(logits[row])
+                token = job.sampler.draw(masked, [*job.ids.tolist(), *job.generated])
+                job.constraint.accept(token)
+            elif job.sampler.greedy and best is not None:
+                token = int(best[row])
+            else:
+                history = [*job.ids[-job.sampler.params.repetition_context :].tolist(), *job.generated]
+                token = job.sampler.draw(logits[row], history)
+            self._drew(job, token)
+
+    def _drew(self, job: Job, token: int) -> None:
+        if not job.generated:
+            job.first_token = time.monotonic()
+        job.generated.append(token)
+        self.counters["generated_tokens"] = self.counters.get("generated_tokens", 0) + 1
+        assert job.text is not None
+        if token in self.loaded.eos_token_ids:
+            self._finish(job, "stop")
+            return
+        piece = job.text.push(token)
+        done = job.constraint is not None and job.constraint.finished
+        reason: FinishReason | None = "stop" if job.text.stopped or done else None
+        if reason is None and len(job.generated) >= job.max_tokens:
+            reason = "length"
+        if piece and reason is None:
+            job.emit(job, piece)
+        elif reason is not None:
+            self._finish(job, reason, piece)
+
+    def _finish(self, job: Job, reason: FinishReason, piece: str = "") -> None:
+        if job.text is not None:
+            piece += job.text.finish()
+        if piece:
+            job.emit(job, piece)
+        table = job.table
+        assert table is not None
+        self._unsaved[job.key] = time.monotonic()
+        count = "turns" if job.text is not None else "observed"
+        self.counters[count] = self.counters.get(count, 0) + 1
+        for name, by in (("reused_tokens", job.reused), ("prefilled_tokens", job.prefilled)):
+            self.counters[name] = self.counters.get(name, 0) + by
+        if not job.reused:
+            self.counters["cold_prefills"] = self.counters.get("cold_prefills", 0) + 1
+        ids = np.concatenate([job.ids, np.array(job.generated, np.uint32)])
+        handle = StateHandle(
+            agent=job.key[0],
+            fingerprint=self.fingerprint,
+            tokens=len(ids),
+            chain=chain_at(ids, self.memory.root(job.key[1])).hex(),
+            where="hot",
+        )
+        self.scheduler.finish(job)
+        job.emit(job, job.reply(reason, handle))
+
+    def _end(self, job: Job, error: OffbookError) -> None:
+        """End a job with an error, at whatever phase it is."""
+        if job.phase is Phase.DONE:
+            return
+        if job.phase is Phase.LOADING:
+            self.memory.cancel(job.key)
+        self.scheduler.finish(job)
+        self.counters["ended_early"] = self.counters.get("ended_early", 0) + 1
+        job.emit(job, error)
+
+    # ---- requests, on the step thread
+
+    def submit(self, job: Job) -> None:
+        try:
+            self.scheduler.submit(job)
+        except OffbookError as error:
+            job.phase = Phase.DONE
+            job.emit(job, error)
+
+    def cancel(self, job: Job) -> None:
+        self._end(job, Cancelled(f"the turn of {job.key[0]} was cancelled"))
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for job in [*self.scheduler.queue, *self.scheduler.running]:
+            if job.deadline <= now:
+                waited = f" while waiting for {job.waits_for}" if job.waits_for else ""
+                self._end(job, DeadlineExceeded(f"the deadline of {job.key[0]} passed{waited}"))
+
+    def prefetch(self, key: Key, ids: Ids, origin: str = "") -> None:
+        """A message waits for this agent: load it, if it is on disk and there is room."""
+        self.supervisor.expect(key)
+        if key in self.memory.loading or self.scheduler.active(key):
+            return
+        # One id more stands for the message to come.
+        ahead = np.append(ids, np.uint32(0))
+        plan = self.memory.plan(key, ahead, origin)
+        loading = self.scheduler.prefetch(key, plan, len(ids) + 256)
+        if loading is not None:
+            loading.ids = ids
+            self.counters["prefetches"] = self.counters.get("prefetches", 0) + 1
+
+    def locate(self, key: Key, ids: Ids) -> StateHandle:
+        plan = self.memory.plan(key, np.append(ids, np.uint32(0)))
+        where: Where = "cold"
+        if plan.tokens * 2 >= len(ids) and len(ids):
+            where = "hot" if plan.source in ("hot", "clone") else "warm"
+        return StateHandle(
+            agent=key[0],
+            fingerprint=self.fingerprint,
+            tokens=len(ids),
+            chain=chain_at(ids, self.memory.root(key[1])).hex(),
+            where=where,
+        )
+
+    def forget(self, key: Key) -> None:
+        if self.scheduler.active(key):
+            raise EngineFailed(f"{key[0]} is speaking; forget it after its turn")
+        self.memory.cancel(key)
+        if key not in self.memory.loading:
+            self.memory.drop(key)
+        self.supervisor.forget(key)
+        self._unsaved.pop(key, None)
+        if self.store is not None:
+            self.store.forget(key[0], key[1])
+
+    def stats(self) -> EngineStats:
+        page_bytes = self.spec.page_bytes
+        agents = []
+        for (agent, _), table in self.memory.tables.items():
+            loading = (table.agent, table.salt) in self.memory.loading
+            agents.append(
+                AgentStats(
+                    agent=agent,
+                    where="warm" if loading else "hot",
+                    tokens=table.tokens,
+                    resident_bytes=table.nbytes(page_bytes),
+                    disk_bytes=0,
+                    busy=self.scheduler.active((agent, table.salt)),
+                )
+            )
+        used = self.pool.pages.used * page_bytes + sum(
+            allocator.used * group.block_bytes(self.scheme)
+            for allocator, group in zip(self.pool.groups, self.spec.groups, strict=True)
+        )
+        disk = self.store.stats() if self.store is not None else None
+        return EngineStats(
+            model=self.loaded.ref,
+            fingerprint=self.fingerprint,
+            device=str(mx.default_device()),
+            pid=os.getpid(),
+            budget_bytes=self.budget_bytes,
+            used_bytes=mx.get_active_memory() + mx.get_cache_memory(),
+            peak_bytes=max(self.peak_bytes, mx.get_active_memory()),
+            weights_bytes=self.weights_bytes,
+            pool_bytes=self.pool_bytes,
+            pool_used_bytes=used,
+            disk_bytes=disk.disk_bytes if disk is not None else 0,
+            context_limit=self.loaded.context_limit,
+            agents=tuple(agents),
+            counters={
+                **self.counters,
+                "queued": len(self.scheduler.queue),
+                "running": len(self.scheduler.running),
+                "prefill_tokens_per_s": self.scheduler.prefill_rate,
+            },
+        )
+
+    # ---- keeping
+
+    def _save_some(self) -> None:
+        """Write finished turns' tails when nothing else is to do, or when they have waited."""
+        now = time.monotonic()
+        for key, since in list(self._unsaved.items()):
+            if not (self.scheduler.idle or now - since > SAVE_AFTER_SECONDS):
+                continue
+            if self.scheduler.active(key):
+                continue
+            table = self.memory.tables.get(key)
+            if table is not None and key not in self.memory.loading:
+                self.memory.save(table)
+            del self._unsaved[key]
+            if not self._inbox.empty():
+                return
+
+    def _tear_down(self) -> None:
+        """End every job, save every agent, close the store."""
+        try:
+            for job in [*self.scheduler.running, *self.scheduler.queue]:
+                self._end(job, EngineFailed("the engine is shutting down; the turn will be run again"))
+            for key, table in list(self.memory.tables.items()):
+                if key not in self.memory.loading:
+                    self.memory.save(table)
+            if self.store is not None:
+                self.store.flush()
+                self.store.close()
+        except BaseException:
+            log.exception("the engine did not end cleanly")
+        finally:
+            self._done.set_result(None)

@@ -1,0 +1,178 @@
+"""``Scheduler``: which job does what next. Plain Python, no arrays.
+
+One turn of the engine's loop is: admit, one decode step for all running rows, at most one prefill
+chunk. This file decides who is admitted, who is prefilled and how much; the loop does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from offbook.bus.errors import EngineBusy
+
+from ..kv.memory import Key, KVMemory, Loading, Plan
+from ..supervisor import MAX_CHUNK, Supervisor
+from .job import Job, Phase
+
+MAX_QUEUE = 512
+"""Jobs waiting for admission before new ones are refused with ``EngineBusy``."""
+
+MAX_ROWS = 32
+"""Jobs between admission and end at one time."""
+
+SHORT_PREFILL = 96
+"""Prompts up to this many remaining tokens are prefilled several agents at a time."""
+
+MAX_PREFILL_ROWS = 8
+
+GAP_SECONDS = 0.25
+"""While rows decode, a prefill chunk is sized to take about this long: the bound on their gap."""
+
+MIN_CHUNK = 32
+
+
+class Scheduler:
+    """Queues and phases of all jobs."""
+
+    def __init__(self, supervisor: Supervisor, memory: KVMemory) -> None:
+        self.supervisor, self.memory = supervisor, memory
+        self.queue: list[Job] = []
+        self.running: list[Job] = []
+        self.prefill_rate = 200.0
+        """Tokens a second of recent chunks; a cautious start, corrected by every chunk."""
+
+    # ---- coming in and going out
+
+    def submit(self, job: Job) -> None:
+        """Queue a job.
+
+        Raises:
+            ContextTooLarge: it could never fit. EngineBusy: the queue is full.
+        """
+        self.supervisor.refuse_impossible(job.key, job.limit)
+        if len(self.queue) >= MAX_QUEUE:
+            raise EngineBusy(f"{len(self.queue)} turns wait already; try again later")
+        self.queue.append(job)
+
+    def finish(self, job: Job) -> None:
+        """The job is over; its agent stays in memory, idle."""
+        job.phase = Phase.DONE
+        job.table = None
+        if job in self.running:
+            self.running.remove(job)
+            self.supervisor.touch(job.key)
+        elif job in self.queue:
+            self.queue.remove(job)
+
+    def active(self, key: Key) -> bool:
+        return any(job.key == key for job in self.running)
+
+    @property
+    def idle(self) -> bool:
+        return not self.queue and not self.running
+
+    # ---- admission
+
+    def admit(self) -> Iterator[tuple[Job, Plan]]:
+        """Jobs to start now, in order. The caller starts each before asking for the next.
+
+        An agent's jobs are served one after the other. A job that does not fit waits, and so does all
+        behind it that would take memory, so that a large one does not starve.
+        """
+        blocked = False
+        for job in sorted(self.queue, key=lambda job: job.order):
+            if len(self.running) >= MAX_ROWS:
+                break
+            if self.active(job.key) or any(
+                other.key == job.key and other.order < job.order for other in self.queue
+            ):
+                job.waits_for = "an earlier turn of this agent"
+                continue
+            if job.key in self.memory.loading:
+                job.waits_for = "its memory is loading"
+                continue
+            if blocked:
+                job.waits_for = "an earlier turn that needs memory"
+                continue
+            plan = self.memory.plan(job.key, job.ids, job.origin)
+            evicted = self._room(job, plan)
+            if evicted is None:
+                job.waits_for = "memory that running turns hold"
+                blocked = True
+                continue
+            job.evictions += evicted
+            job.waits_for = ""
+            self.queue.remove(job)
+            self.running.append(job)
+            yield job, plan
+
+    def _room(self, job: Job, plan: Plan) -> int | None:
+        table = self.memory.tables.get(job.key)
+        keep = {job.key}
+        if plan.source == "hot" and table is not None:
+            # What a truncation gives back is not counted: the estimate errs to the safe side.
+            need = table.missing(job.limit)
+        else:
+            if table is not None:
+                # Its content is of no use to this request; what was worth saving is on disk.
+                self.memory.evict(job.key)
+            need = self.supervisor.need(job.key, job.limit)
+            if plan.origin is not None:
+                keep.add((plan.origin.agent, plan.origin.salt))
+        return self.supervisor.make_room(self.memory, self.running, need, keep)
+
+    def prefetch(self, key: Key, plan: Plan, tokens: int) -> Loading | None:
+        """Start loading an agent ahead of its turn, if that disturbs nobody who is about to speak."""
+        if plan.source != "warm" or key in self.memory.loading or self.active(key):
+            return None
+        need = self.supervisor.need(key, tokens)
+        if (
+            self.queue
+            or self.supervisor.make_room(self.memory, self.running, need, {key}, gentle=True) is None
+        ):
+            return None
+        started = self.memory.start(key, plan, priority=1)
+        return started if isinstance(started, Loading) else None
+
+    # ---- the next steps
+
+    def decoding(self) -> list[Job]:
+        return [job for job in self.running if job.phase is Phase.DECODE]
+
+    def prefill(self, *, workspace: int, score_bytes: int) -> list[tuple[Job, int]]:
+        """The jobs of the next chunk and how many tokens of each.
+
+        Args:
+            workspace: bytes a step may use for temporaries.
+            score_bytes: bytes of attention temporaries per (new token, context token) pair.
+        """
+        waiting = sorted((j for j in self.running if j.phase is Phase.PREFILL), key=lambda job: job.order)
+        if not waiting:
+            return []
+        limit = self._chunk_limit()
+        short = [job for job in waiting if len(job.remaining) <= min(SHORT_PREFILL, limit)]
+        if short and short[0] is waiting[0]:
+            batch: list[tuple[Job, int]] = []
+            for job in short[:MAX_PREFILL_ROWS]:
+                longest = max([len(job.remaining), *(count for _, count in batch)])
+                context = max([len(job.ids), *(len(other.ids) for other, _ in batch)])
+                rows = len(batch) + 1
+                if batch and (rows * longest > limit or rows * longest * context * score_bytes > workspace):
+                    break
+                batch.append((job, len(job.remaining)))
+            return batch
+        job = waiting[0]
+        assert job.table is not None
+        fits = max(MIN_CHUNK, int(workspace / max(1, score_bytes * len(job.ids))))
+        return [(job, min(len(job.remaining), limit, fits))]
+
+    def _chunk_limit(self) -> int:
+        if not self.decoding():
+            return MAX_CHUNK
+        wanted = int(self.prefill_rate * GAP_SECONDS)
+        return max(MIN_CHUNK, min(MAX_CHUNK, wanted // MIN_CHUNK * MIN_CHUNK))
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """Learn how fast chunks are, so that the next one fits the gap."""
+        if tokens >= MIN_CHUNK // 2 and seconds > 0:
+            self.prefill_rate += 0.3 * (tokens / seconds - self.prefill_rate)
