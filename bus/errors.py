@@ -121,7 +121,7 @@ class ModelError(OffbookError):
 
 
 class ConnectionLost(OffbookError):
-    """The connection to the broker or to the serving peer broke; whether the message took effect is unknown."""
+    """The connection to the broker or serving peer broke; the message may or may not have taken effect."""
 
 
 class ProtocolError(OffbookError):

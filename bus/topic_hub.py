@@ -1,0 +1,251 @@
+"""The broker's side of topics: takes publications in, pumps events out.
+
+Owns publish order (one writer task, batches that a durable store can commit together) and
+subscriptions. Nothing is queued for a subscriber: each has a position in the retained log and credit,
+and one task that reads on from there, so a slow subscriber costs its position and no memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import anyio
+import anyio.abc
+import anyio.lowlevel
+
+from offbook.bus.credit import Window
+from offbook.bus.envelope import Envelope, Kind
+from offbook.bus.errors import OffbookError, RemoteError
+from offbook.bus.peer import Peer
+from offbook.bus.topics import Event, Record, TopicStore, slice_events
+
+RECENT = 1024
+"""Newest events per topic kept at hand, so that live subscribers do not read the store."""
+
+RECENT_BYTES = 8 * 1024 * 1024
+
+PUMP_BATCH = 64
+"""Events one subscription sends before others get their turn."""
+
+Send = Callable[[Peer, Envelope, bytes], None]
+Fail = Callable[[Peer, str, BaseException], None]
+
+
+class Publication:
+    """A publication on its way to the store."""
+
+    __slots__ = ("id", "peer", "record", "topic")
+
+    def __init__(self, peer: Peer, id: str, topic: str, record: Record) -> None:
+        self.peer = peer
+        self.id = id
+        self.topic = topic
+        self.record = record
+
+
+class _Topic:
+    __slots__ = ("last", "loaded", "recent", "recent_bytes", "subscriptions")
+
+    def __init__(self) -> None:
+        self.loaded = False
+        self.last = 0
+        self.recent: deque[Event] = deque()
+        self.recent_bytes = 0
+        self.subscriptions: set[_Subscription] = set()
+
+    def remember(self, event: Event) -> None:
+        if self.recent and self.recent[-1].seq + 1 != event.seq:
+            self.recent.clear()
+            self.recent_bytes = 0
+        self.recent.append(event)
+        self.recent_bytes += len(event.body)
+        while len(self.recent) > RECENT or (self.recent_bytes > RECENT_BYTES and len(self.recent) > 1):
+            self.recent_bytes -= len(self.recent.popleft().body)
+
+
+class _Subscription:
+    __slots__ = ("cursor", "id", "peer", "scope", "signal", "topic", "window")
+
+    def __init__(self, peer: Peer, id: str, topic: str, window: Window) -> None:
+        self.peer = peer
+        self.id = id
+        self.topic = topic
+        self.window = window
+        self.cursor = 0
+        self.signal = anyio.Event()
+        self.scope = anyio.CancelScope()
+
+
+class TopicHub:
+    """Runs inside the broker. ``send`` and ``fail`` leave messages in a peer's outbox."""
+
+    def __init__(
+        self, store: TopicStore, send: Send, fail: Fail, written: Callable[[Publication], None]
+    ) -> None:
+        self._store = store
+        self._send = send
+        self._fail = fail
+        self._written = written  # the broker gives the publisher's credit back
+        self._topics: dict[str, _Topic] = {}
+        self._queue: deque[Publication] = deque()
+        self._queued = anyio.Event()
+        self._subscriptions: dict[tuple[bytes, str], _Subscription] = {}
+        self._tasks: anyio.abc.TaskGroup | None = None
+        self.published = 0
+        self.repeated = 0
+        self.events = 0
+
+    @property
+    def subscriptions(self) -> int:
+        return len(self._subscriptions)
+
+    async def run(self) -> None:
+        """Write publications and pump subscriptions until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            self._tasks = tasks
+            while True:
+                await self._queued.wait()
+                self._queued = anyio.Event()
+                batch = list(self._queue)
+                self._queue.clear()
+                by_topic: dict[str, list[Publication]] = {}
+                for publication in batch:
+                    by_topic.setdefault(publication.topic, []).append(publication)
+                for topic, publications in by_topic.items():
+                    await self._append(topic, publications)
+
+    def publish(self, publication: Publication) -> None:
+        """Take a publication; its peer gets ``REPLY`` with the number once the store has it."""
+        self._queue.append(publication)
+        self._queued.set()
+
+    async def _append(self, name: str, publications: list[Publication]) -> None:
+        try:
+            topic = await self._topic(name)
+            numbers = await self._store.append(name, [p.record for p in publications])
+        except Exception as exc:  # a store's failure (full disk) is the publisher's news, not our end
+            error = exc if isinstance(exc, OffbookError) else RemoteError(f"cannot retain the event: {exc!r}")
+            for publication in publications:
+                self._written(publication)
+                self._fail(publication.peer, publication.id, error)
+            return
+        for publication, seq in zip(publications, numbers, strict=True):
+            if seq > topic.last:
+                topic.last = seq
+                self.published += 1
+                record = publication.record
+                topic.remember(
+                    Event(
+                        id=record.id,
+                        body=record.body,
+                        type=record.type,
+                        sender=record.sender,
+                        traceparent=record.traceparent,
+                        seq=seq,
+                    )
+                )
+            else:
+                self.repeated += 1
+            self._written(publication)
+            self._send(publication.peer, Envelope(kind=Kind.REPLY, correlation=publication.id, seq=seq), b"")
+        for subscription in topic.subscriptions:
+            subscription.signal.set()
+
+    async def _topic(self, name: str) -> _Topic:
+        topic = self._topics.get(name)
+        if topic is None:
+            topic = self._topics[name] = _Topic()
+        if not topic.loaded:
+            _, last = await self._store.bounds(name)
+            if not topic.loaded:
+                topic.last = max(topic.last, last)
+                topic.loaded = True
+        return topic
+
+    def subscribe(self, peer: Peer, id: str, topic: str, after: int, window: Window) -> bool:
+        """Start a subscription after event ``after`` (-1: from now on); False if the id is in use.
+
+        The peer gets ``REPLY`` with the position once it is active: every later event will reach it.
+        """
+        key = (peer.route, id)
+        if key in self._subscriptions or self._tasks is None:
+            return False
+        subscription = self._subscriptions[key] = _Subscription(peer, id, topic, window)
+        peer.subscriptions.add(id)
+        self._tasks.start_soon(self._pump, subscription, after)
+        return True
+
+    def unsubscribe(self, peer: Peer, id: str) -> None:
+        """End a subscription; unknown ones are ignored."""
+        subscription = self._subscriptions.pop((peer.route, id), None)
+        if subscription is not None:
+            peer.subscriptions.discard(id)
+            subscription.scope.cancel()
+
+    def unsubscribe_all(self, ids: Iterable[str], peer: Peer) -> None:
+        """The peer has gone."""
+        for id in list(ids):
+            self.unsubscribe(peer, id)
+
+    def credit(self, peer: Peer, id: str, messages: int, bytes: int) -> bool:
+        """A subscriber consumed events; False if there is no such subscription."""
+        subscription = self._subscriptions.get((peer.route, id))
+        if subscription is None:
+            return False
+        subscription.window.give(messages, bytes)
+        subscription.signal.set()
+        return True
+
+    async def _pump(self, subscription: _Subscription, after: int) -> None:
+        with subscription.scope:
+            topic: _Topic | None = None
+            try:
+                topic = await self._topic(subscription.topic)
+                # A position beyond the end comes from a log that was lost since: start at the end.
+                subscription.cursor = topic.last if after < 0 else min(after, topic.last)
+                topic.subscriptions.add(subscription)
+                peer, id = subscription.peer, subscription.id
+                self._send(peer, Envelope(kind=Kind.REPLY, correlation=id, seq=subscription.cursor), b"")
+                while True:
+                    if not (subscription.window.open and subscription.cursor < topic.last):
+                        await subscription.signal.wait()
+                        subscription.signal = anyio.Event()
+                        continue
+                    await self._send_events(subscription, topic)
+            except Exception as exc:  # the store failed: this subscription ends with an error, alone
+                self._fail(subscription.peer, subscription.id, exc)
+            finally:
+                if topic is not None:
+                    topic.subscriptions.discard(subscription)
+                self._subscriptions.pop((subscription.peer.route, subscription.id), None)
+                subscription.peer.subscriptions.discard(subscription.id)
+
+    async def _send_events(self, subscription: _Subscription, topic: _Topic) -> None:
+        limit = min(PUMP_BATCH, subscription.window.messages)
+        await anyio.lowlevel.checkpoint()
+        recent = topic.recent
+        if recent and subscription.cursor + 1 >= recent[0].seq:
+            events = slice_events(recent, subscription.cursor, limit)
+        else:
+            events = await self._store.read(subscription.topic, subscription.cursor, limit)
+        if not events:  # everything up to the end is no longer retained
+            subscription.cursor = topic.last
+            return
+        for event in events:
+            if not subscription.window.open:
+                break
+            envelope = Envelope(
+                kind=Kind.EVENT,
+                id=event.id,
+                to=subscription.topic,
+                sender=event.sender,
+                correlation=subscription.id,
+                traceparent=event.traceparent,
+                type=event.type,
+                seq=event.seq,
+            )
+            self._send(subscription.peer, envelope, event.body)
+            subscription.window.take(len(event.body))
+            subscription.cursor = event.seq
+            self.events += 1
