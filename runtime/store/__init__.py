@@ -2,6 +2,7 @@
 
 from .blocks import Destinations
 from .hashing import block_hash, chain, chain_at, root_hash
+from .inventory import AgentRecord, StoreStats
 from .layout import BLOCK_TOKENS, Array, Tail, TailInfo, TensorSpec
 from .results import (
     Busy,
@@ -21,7 +22,7 @@ from .results import (
     TailLoaded,
     TailResult,
 )
-from .store import AgentRecord, BlockStore, StoreStats
+from .store import BlockStore
 
 __all__ = [
     "BLOCK_TOKENS",

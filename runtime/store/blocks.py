@@ -73,7 +73,10 @@ class BlockFormat:
         self.layout = tuple(layout)
         self.sizes = tuple(spec.nbytes for spec in self.layout)
         self.data_bytes = sum(self.sizes)
-        self._table = container.tensor_table(self.layout)
+        try:
+            self._table = container.tensor_table(self.layout)
+        except ValueError as error:
+            raise StoreUsageError(str(error)) from None
         blank = self._header(
             bytes(HASH_BYTES), bytes(HASH_BYTES), bytes(BLOCK_ID_BYTES), bytes(16 * len(layout))
         )

@@ -47,7 +47,11 @@ class Catalog:
     """An open catalog. Used by one thread at a time."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
-        """Open or make the catalog. CatalogDamaged if what is there is no usable catalog."""
+        """Open or make the catalog.
+
+        Raises: CatalogDamaged if what is there is no usable catalog, sqlite3.OperationalError if it
+        cannot be opened now (disk full, locked, not to be written).
+        """
         self.path = path
         self._db: sqlite3.Connection | None = None
         try:
@@ -61,12 +65,12 @@ class Catalog:
             verdict = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
             if verdict != "ok":
                 raise CatalogDamaged(str(verdict))
+        except (CatalogDamaged, sqlite3.OperationalError):
+            self.close()
+            raise
         except sqlite3.DatabaseError as error:
             self.close()
             raise CatalogDamaged(str(error)) from None
-        except CatalogDamaged:
-            self.close()
-            raise
 
     def load(self, index: Index) -> Counter[str]:
         """Put everything remembered into an empty index. Returns the lifetime counters."""
@@ -137,6 +141,12 @@ class Catalog:
                 index.changed_agents.update(keys)
             raise
 
+    def clear(self) -> None:
+        """Forget everything, to be filled anew from an index."""
+        with self._open() as db:
+            for table in ("blocks", "agents", "tails", "counters"):
+                db.execute(f"DELETE FROM {table}")
+
     def close(self) -> None:
         if self._db is not None:
             try:
@@ -153,9 +163,16 @@ class Catalog:
 def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
     if not read_only:
         db = sqlite3.connect(path, check_same_thread=False, timeout=10.0)
-        # FULL would sync at each commit; a row lost with the power is found again from its file.
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = NORMAL")
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            # FULL would sync at each commit; a row lost with the power is found again from its file.
+            db.execute("PRAGMA synchronous = NORMAL")
+            # The log counts against the cap: keep it small.
+            db.execute("PRAGMA wal_autocheckpoint = 64")
+            db.execute("PRAGMA journal_size_limit = 262144")
+        except sqlite3.Error:
+            db.close()
+            raise
         return db
     base = path.absolute().as_uri()
     db = sqlite3.connect(f"{base}?mode=ro", uri=True, check_same_thread=False, timeout=10.0)

@@ -57,9 +57,10 @@ class Paths:
         text = name.hex()
         return f"{self.blocks}/{text[:2]}/{text}{SUFFIX}"
 
-    def tail(self, key: bytes, tokens: int) -> str:
+    def tail(self, key: bytes, tokens: int, serial: int) -> str:
+        # The serial makes each tail a file of its own: replacing one never overwrites it.
         text = key.hex()
-        return f"{self.tails}/{text[:2]}/{text}-{tokens:010d}{SUFFIX}"
+        return f"{self.tails}/{text[:2]}/{text}-{tokens:010d}-{serial:016x}{SUFFIX}"
 
 
 class Disk:

@@ -120,17 +120,16 @@ class Index:
     def add_tail(self, key: bytes, tail: TailEntry, keep: int) -> list[TailEntry]:
         """Add the agent's newest tail. Returns the tails now given up: their files are to be removed.
 
-        Given up are the oldest beyond ``keep``, one of the same token count (its file was replaced; it is
-        not returned), and longer ones: the agent was rewound, and they are of a branch that is no more.
+        Given up are the oldest beyond ``keep``, one of the same token count, and longer ones: the agent was
+        rewound, and they are of a branch that is no more.
         """
         entry = self.agents[key]
-        replaced = [old for old in entry.tails if old.tokens == tail.tokens]
         stay = [old for old in entry.tails if old.tokens < tail.tokens]
-        gone = [old for old in entry.tails if old.tokens > tail.tokens]
+        gone = [old for old in entry.tails if old.tokens >= tail.tokens]
         gone += stay[: max(0, len(stay) - (keep - 1))]
         entry.tails = [old for old in stay if old not in gone] + [tail]
         entry.fresh.clear()
-        self.file_bytes += disk_size(tail.nbytes) - sum(disk_size(old.nbytes) for old in (*replaced, *gone))
+        self.file_bytes += disk_size(tail.nbytes) - sum(disk_size(old.nbytes) for old in gone)
         self.last_serial = max(self.last_serial, tail.serial)
         self._own(entry)
         self.changed_agents.add(key)

@@ -9,6 +9,7 @@ empty index.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +19,16 @@ from .container import CorruptFile
 from .disk import SUFFIX, disk_size
 from .index import BlockEntry, TailEntry
 from .state import State
-from .tails import inspect_tail
+from .tails import TailFacts, inspect_tail
+
+_BLOCK_NAME = re.compile(rf"([0-9a-f]{{32}}){re.escape(SUFFIX)}")
+_TAIL_NAME = re.compile(rf"([0-9a-f]{{32}})-(\d{{10,}})-([0-9a-f]{{16}}){re.escape(SUFFIX)}")
 
 
 def recover(state: State) -> None:
     """Bring the index in line with the files. OSError if the folders cannot be listed."""
     with state.lock:
-        if not state.read_only:
+        if state.may_write:
             _clear(state)
         _recover_blocks(state)
         _recover_tails(state)
@@ -72,9 +76,11 @@ def _recover_blocks(state: State) -> None:
 
 def _recover_tails(state: State) -> None:
     index = state.index
-    known = {(key, tail.tokens): tail for key, agent in index.agents.items() for tail in agent.tails}
-    found: set[tuple[bytes, int]] = set()
-    adopted: list[tuple[int, bytes, TailEntry, tuple[str, str, str], float]] = []
+    known = {
+        (key, tail.tokens, tail.serial): tail for key, agent in index.agents.items() for tail in agent.tails
+    }
+    found: set[tuple[bytes, int, int]] = set()
+    adopted: list[tuple[TailFacts, bytes, float]] = []
     for folder in _folders(state.paths.tails):
         for path, size in _files(folder):
             named = _tail_name(path, folder)
@@ -82,35 +88,41 @@ def _recover_tails(state: State) -> None:
                 state.quarantine(path, "stray")
                 continue
             entry = known.get(named)
-            key, tokens = named
+            if entry is not None and entry.nbytes == size:
+                found.add(named)
+                continue
+            key, tokens, serial = named
             try:
-                # A tail's file may have been replaced by one of the same size just before the end, so the
-                # seal decides, not the size: a few files an agent.
-                facts = inspect_tail(path, key, tokens)
-                used = os.stat(path).st_mtime
+                adopted.append((inspect_tail(path, key, tokens, serial), key, os.stat(path).st_mtime))
             except CorruptFile:
                 state.count("corrupt")
                 state.quarantine(path, f"{key.hex()}-{tokens}.tail")
-                continue
             except OSError:
                 state.count("read_errors")
-                continue
-            if entry is not None and entry.seal == facts.header.seal:
-                found.add(named)
-                continue
-            tail = TailEntry(tokens, facts.chain, facts.serial, size, facts.header.seal, facts.blocks)
-            adopted.append((facts.serial, key, tail, (facts.agent, facts.salt, facts.fingerprint), used))
-    for (key, tokens), tail in known.items():
-        if (key, tokens) not in found:
-            index.drop_tail(key, tail)
-    for _, key, tail, (agent, salt, model), used in sorted(adopted, key=lambda item: item[0]):
-        entry_of = index.agent(key, agent, salt, sys.intern(model), used)
-        fresh = set(entry_of.fresh)
-        for old in index.add_tail(key, tail, keep=sys.maxsize):
-            if not state.read_only:
-                state.disk.discard(state.paths.tail(key, old.tokens))
-        index.claim(key, fresh)
-        state.count("adopted_tails")
+    for named, tail in known.items():
+        if named not in found:
+            index.drop_tail(named[0], tail)
+            state.count("missing")
+    for facts, key, used in sorted(adopted, key=lambda item: item[0].serial):
+        _adopt_tail(state, facts, key, used)
+
+
+def _adopt_tail(state: State, facts: TailFacts, key: bytes, used: float) -> None:
+    index, header = state.index, facts.header
+    entry = index.agent(key, facts.agent, facts.salt, sys.intern(facts.fingerprint), used)
+    tail = TailEntry(facts.tokens, facts.chain, facts.serial, header.file_bytes, header.seal, facts.blocks)
+    fresh = set(entry.fresh)
+    if entry.tails and entry.tails[-1].serial > facts.serial:
+        # Older than one that is known: its removal did not come to pass, or it is a copy put back.
+        if state.may_write:
+            state.disk.discard(state.paths.tail(key, tail.tokens, tail.serial))
+        state.count("orphans_removed")
+        return
+    for old in index.add_tail(key, tail, keep=sys.maxsize):
+        if state.may_write:
+            state.disk.discard(state.paths.tail(key, old.tokens, old.serial))
+    index.claim(key, fresh)
+    state.count("adopted_tails")
 
 
 def _folders(parent: Path) -> Iterator[Path]:
@@ -129,21 +141,14 @@ def _files(folder: Path) -> list[tuple[str, int]]:
 
 
 def _block_name(path: str, folder: Path) -> bytes | None:
-    text = os.path.basename(path)
-    if len(text) != 32 + len(SUFFIX) or not text.endswith(SUFFIX) or text[:2] != folder.name:
+    match = _BLOCK_NAME.fullmatch(os.path.basename(path))
+    if match is None or match[1][:2] != folder.name:
         return None
-    try:
-        return bytes.fromhex(text[:32])
-    except ValueError:
-        return None
+    return bytes.fromhex(match[1])
 
 
-def _tail_name(path: str, folder: Path) -> tuple[bytes, int] | None:
-    text = os.path.basename(path)
-    key, dash, tokens = text[:32], text[32:33], text[33 : -len(SUFFIX)]
-    if dash != "-" or not text.endswith(SUFFIX) or text[:2] != folder.name or not tokens.isdecimal():
+def _tail_name(path: str, folder: Path) -> tuple[bytes, int, int] | None:
+    match = _TAIL_NAME.fullmatch(os.path.basename(path))
+    if match is None or match[1][:2] != folder.name:
         return None
-    try:
-        return bytes.fromhex(key), int(tokens)
-    except ValueError:
-        return None
+    return bytes.fromhex(match[1]), int(match[2]), int(match[3], 16)

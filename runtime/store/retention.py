@@ -7,10 +7,11 @@ evicted for an entry that could not fit even then: it alone is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
-from .disk import disk_size, failure
-from .index import AgentEntry
+from .disk import disk_size
+from .index import TailEntry
 from .results import Full, Removed, RemoveResult
 from .state import State
 
@@ -20,25 +21,17 @@ def reserve(state: State, nbytes: int, keep: bytes | None) -> Full | None:
 
     OSError if an eviction could not remove its files.
     """
+    if state.cap_bytes is not None and _over(state, nbytes):
+        with state.lock:
+            kept = _kept_bytes(state, keep)
+        if state.catalog_bytes + state.reserved_bytes + nbytes + kept <= state.cap_bytes:
+            _evict(state, nbytes, keep)
+        if _over(state, nbytes):
+            state.count("refused")
+            return Full(f"{nbytes} bytes do not fit the cap of {state.cap_bytes} bytes")
     with state.lock:
-        if state.cap_bytes is not None and _over(state, nbytes):
-            index = state.index
-            kept = index.agents.get(keep) if keep is not None else None
-            if (
-                state.catalog_bytes + state.reserved_bytes + nbytes + _kept_bytes(state, kept)
-                > state.cap_bytes
-            ):
-                state.count("refused")
-                return Full(f"{nbytes} bytes do not fit the cap of {state.cap_bytes} bytes")
-            while _over(state, nbytes) and state.quarantined:
-                state.drop_oldest_quarantined()
-            if _over(state, nbytes):
-                _evict(state, nbytes, keep)
-            if _over(state, nbytes):
-                state.count("refused")
-                return Full(f"{nbytes} bytes do not fit the cap of {state.cap_bytes} bytes")
         state.reserved_bytes += nbytes
-        return None
+    return None
 
 
 def release(state: State, nbytes: int) -> None:
@@ -49,21 +42,17 @@ def release(state: State, nbytes: int) -> None:
 
 def shrink(state: State) -> None:
     """Bring the store under its cap, after a restart with a smaller one."""
-    with state.lock:
-        if state.cap_bytes is None or not _over(state, 0):
-            return
-        while _over(state, 0) and state.quarantined:
-            state.drop_oldest_quarantined()
-        if _over(state, 0):
-            _evict(state, 0, None)
+    if _over(state, 0):
+        _evict(state, 0, None)
 
 
 def _over(state: State, nbytes: int) -> bool:
     return state.cap_bytes is not None and state.used_bytes + state.reserved_bytes + nbytes > state.cap_bytes
 
 
-def _kept_bytes(state: State, kept: AgentEntry | None) -> int:
+def _kept_bytes(state: State, keep: bytes | None) -> int:
     """What would remain if all but this agent's blocks and newest tail were evicted."""
+    kept = state.index.agents.get(keep) if keep is not None else None
     if kept is None:
         return 0
     blocks = sum(disk_size(entry.nbytes) for name in kept.owned if (entry := state.index.blocks.get(name)))
@@ -71,55 +60,73 @@ def _kept_bytes(state: State, kept: AgentEntry | None) -> int:
 
 
 def _evict(state: State, nbytes: int, keep: bytes | None) -> None:
+    """Evict in order until ``nbytes`` fit, or nothing is left to evict."""
+    for action in _victims(state, keep):
+        if not _over(state, nbytes):
+            return
+        action()
+
+
+def _victims(state: State, keep: bytes | None) -> Iterator[Callable[[], object]]:
+    """The actions that free room, in order."""
     index = state.index
-    for name in sorted(index.unowned(), key=lambda name: index.blocks[name].model == state.fingerprint):
-        remove_block(state, name)
-        if not _over(state, nbytes):
-            return
-    order = sorted(
-        (entry.model == state.fingerprint, entry.last_used, key)
-        for key, entry in index.agents.items()
-        if key != keep
-    )
+    while state.quarantined:
+        yield state.drop_oldest_quarantined
+    with state.lock:
+        orphans = sorted(index.unowned(), key=lambda name: index.blocks[name].model == state.fingerprint)
+        order = sorted(
+            (entry.model == state.fingerprint, entry.last_used, key)
+            for key, entry in index.agents.items()
+            if key != keep
+        )
+    for name in orphans:
+        yield partial(remove_block, state, name)
     for _, _, key in order:
-        remove_agent(state, key)
-        state.count("evicted_agents")
-        if not _over(state, nbytes):
-            return
-    if keep is not None and keep in index.agents:
-        for tail in index.agents[keep].tails[:-1]:
-            state.disk.remove(state.paths.tail(keep, tail.tokens))
-            index.drop_tail(keep, tail)
-            if not _over(state, nbytes):
-                return
+        yield partial(_evict_agent, state, key)
+    kept = index.agents.get(keep) if keep is not None else None
+    if keep is not None and kept is not None:
+        for tail in kept.tails[:-1]:
+            yield partial(remove_tail, state, keep, tail)
+
+
+def _evict_agent(state: State, key: bytes) -> None:
+    remove_agent(state, key)
+    state.count("evicted_agents")
 
 
 def remove_block(state: State, name: bytes) -> int:
     """Remove one block's file and entry. Returns the bytes freed."""
-    entry = state.index.blocks.get(name)
-    if entry is None:
-        return 0
-    state.disk.remove(state.paths.block(name))
-    state.index.drop_block(name)
-    return disk_size(entry.nbytes)
+    # The lock is held for one file at a time: the step thread waits for it when it puts a block.
+    with state.lock:
+        entry = state.index.blocks.get(name)
+        if entry is None:
+            return 0
+        state.disk.remove(state.paths.block(name))
+        state.index.drop_block(name)
+        return disk_size(entry.nbytes)
+
+
+def remove_tail(state: State, key: bytes, tail: TailEntry) -> int:
+    """Remove one tail's file and entry. Returns the bytes freed."""
+    with state.lock:
+        state.disk.remove(state.paths.tail(key, tail.tokens, tail.serial))
+        state.index.drop_tail(key, tail)
+        return disk_size(tail.nbytes)
 
 
 def remove_agent(state: State, key: bytes) -> Removed:
     """Remove an agent's tails and the blocks that only it owns."""
+    index = state.index
     with state.lock:
-        index = state.index
-        entry = index.agents[key]
-        freed = blocks = 0
-        tails = list(entry.tails)
-        for tail in tails:
-            state.disk.remove(state.paths.tail(key, tail.tokens))
-            freed += disk_size(tail.nbytes)
-        sole = index.sole_blocks(entry)
+        entry = index.agents.get(key)
+        if entry is None:
+            return Removed(0, 0, 0)
+        sole, tails = index.sole_blocks(entry), list(entry.tails)
+    freed = sum(remove_tail(state, key, tail) for tail in tails)
+    with state.lock:
         index.drop_agent(key)
-        for name in sole:
-            freed += remove_block(state, name)
-            blocks += 1
-        return Removed(blocks, len(tails), freed)
+    freed += sum(remove_block(state, name) for name in sole if not index.references[name])
+    return Removed(len(sole), len(tails), freed)
 
 
 def forget(state: State, keys: Iterable[bytes]) -> RemoveResult:
@@ -141,8 +148,8 @@ def forget(state: State, keys: Iterable[bytes]) -> RemoveResult:
 def collect(state: State, names: Iterable[bytes]) -> Removed:
     """Remove those of the named blocks that nobody owns. OSError if a file cannot be removed."""
     freed = blocks = 0
-    with state.lock:
-        for name in names:
+    for name in names:
+        with state.lock:
             if name in state.index.blocks and not state.index.references[name]:
                 freed += remove_block(state, name)
                 blocks += 1
@@ -157,10 +164,10 @@ def collect_lost(state: State) -> None:
         lost, state.index.lost = state.index.lost, set()
     try:
         collect(state, lost)
-    except OSError as error:
+    except OSError:
         state.count("write_errors")
-        failure(error)
-        state.index.lost |= lost
+        with state.lock:
+            state.index.lost |= lost
 
 
 def _plus(a: Removed, b: Removed) -> Removed:

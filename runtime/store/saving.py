@@ -47,10 +47,6 @@ class FilePut(ABC):
     def enter(self) -> Stored:
         """Enter the published file in the index; the lock is held."""
 
-    @abstractmethod
-    def undo(self) -> None:
-        """Published but not durable: the lock is held, the file gets removed."""
-
     def admit(self) -> None:
         refused = self.state.unwritable()
         if refused is not None:
@@ -65,9 +61,15 @@ class FilePut(ABC):
             self._room = room
 
     def prepare(self) -> None:
-        path = self.state.disk.temporary(self.state.paths.tmp)
+        disk = self.state.disk
+        path = disk.temporary(self.state.paths.tmp)
         try:
-            self.state.disk.write(path, self.contents())
+            contents = self.contents()
+            try:
+                disk.write(path, contents)
+            except FileNotFoundError:  # Someone removed the folders under the running store.
+                self.state.prepare_folders()
+                disk.write(path, contents)
             self._temporary = path
         except OSError as error:
             self.outcome = self.state.refuse(error)
@@ -96,8 +98,7 @@ class FilePut(ABC):
                 return
             if self._temporary is not None:
                 state.disk.discard(self._temporary)
-            if self._published:
-                self.undo()
+            if self._published:  # In place, but perhaps not durable.
                 state.disk.discard(self.path())
 
 
@@ -147,9 +148,6 @@ class BlockPut(FilePut):
         self.state.count("bytes_written", self.nbytes)
         return Stored(self.nbytes)
 
-    def undo(self) -> None:
-        self.state.index.drop_block(self.name)
-
     def settle(self) -> None:
         super().settle()
         self._arrays = ()  # The caller's memory is its own again.
@@ -173,7 +171,7 @@ class TailPut(FilePut):
 
     def path(self) -> str:
         assert self.key is not None
-        return self.state.paths.tail(self.key, self.tokens)
+        return self.state.paths.tail(self.key, self.tokens, self._serial)
 
     def contents(self) -> Sequence[Any]:
         self.header, arrays = encode_tail(
@@ -190,15 +188,8 @@ class TailPut(FilePut):
         )
         index.agent(self.key, self.agent, self.salt, state.fingerprint, state.clock())
         for old in index.add_tail(self.key, entry, self._keep):
-            state.disk.discard(state.paths.tail(self.key, old.tokens))
+            state.disk.discard(state.paths.tail(self.key, old.tokens, old.serial))
         state.count("tails_written")
         state.count("bytes_written", self.nbytes)
         missing = tuple(name for name in self.tail.blocks if name not in index.blocks)
         return Stored(self.nbytes, missing=missing)
-
-    def undo(self) -> None:
-        assert self.key is not None
-        entry = self.state.index.agents.get(self.key)
-        for old in list(entry.tails) if entry is not None else []:
-            if old.tokens == self.tokens:
-                self.state.index.drop_tail(self.key, old)

@@ -6,6 +6,7 @@ reserved never passes the cap; a disk that refused a write is left alone until i
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sqlite3
@@ -17,7 +18,7 @@ from threading import RLock
 from .catalog import Catalog, CatalogDamaged
 from .disk import Disk, Paths, RootLock, disk_size, failure
 from .index import BlockEntry, Index, TailEntry
-from .results import Failed, Full, ReadOnly
+from .results import Failed, Full, ReadOnly, StoreLocked
 
 log = logging.getLogger(__name__)
 
@@ -94,22 +95,31 @@ class State:
         if self._root_lock is None:
             self._root_lock = RootLock(self.paths.lock, self.lock_seconds)
 
-    def open_catalog(self) -> bool:
-        """Open the catalog and load the index from it; a damaged one is set aside. True if it was good."""
+    @property
+    def may_write(self) -> bool:
+        """Is the folder this process's to change?"""
+        return not self.read_only and self._root_lock is not None
+
+    def load_catalog(self) -> None:
+        """Fill the index from the catalog, if there is a good one; a damaged one is set aside."""
+        if self.read_only and not self.paths.catalog.exists():
+            return
         try:
-            self.catalog = Catalog(self.paths.catalog, read_only=self.read_only or self._root_lock is None)
+            self.catalog = Catalog(self.paths.catalog, read_only=not self.may_write)
             self.lifetime = self.catalog.load(self.index)
-            self._measure_catalog()
-            return True
         except CatalogDamaged as error:
-            if self.read_only or self._root_lock is None:
-                self.catalog = None
-            else:
-                log.warning("the catalog of %s is rebuilt from its files: %s", self.paths.root, error)
-                self._replace_catalog()
+            log.warning("the catalog of %s is rebuilt from its files: %s", self.paths.root, error)
             self.index = Index()
             self.count("catalog_rebuilt")
-            return False
+            if self.catalog is not None:
+                self.catalog.close()
+                self.catalog = None
+            if self.may_write:
+                self._new_catalog(damaged=True)
+        except sqlite3.Error as error:
+            log.warning("the catalog of %s cannot be opened: %s", self.paths.root, error)
+            self.count("catalog_errors")
+        self._measure_catalog()
 
     def unwritable(self) -> Full | ReadOnly | Failed | None:
         """Why nothing can be written now, or None. Retries once the time has come."""
@@ -120,10 +130,15 @@ class State:
         if self._root_lock is None:
             try:
                 self.prepare_folders()
+            except StoreLocked as error:
+                return self.refuse(BlockingIOError(errno.EROFS, str(error)))
             except OSError as error:
                 return self.refuse(error)
+            if self.catalog is not None:  # It was opened for reading alone.
+                self.catalog.close()
+                self.catalog = None
         if self.catalog is None:
-            self._replace_catalog()
+            self._new_catalog(damaged=False)
         return None
 
     def due(self) -> bool:
@@ -151,7 +166,7 @@ class State:
 
     def commit(self) -> None:
         """Bring the catalog up to date. Failures are noted and made up for by the next commit."""
-        if self.catalog is None or self.read_only or self._root_lock is None:
+        if self.catalog is None or not self.may_write:
             return
         try:
             self.catalog.commit(self.index, self.lifetime, self.lock)
@@ -161,33 +176,32 @@ class State:
         except sqlite3.Error as error:
             self.count("catalog_errors")
             log.warning("the catalog is damaged and made anew: %s", error)
-            self._replace_catalog()
-            if self.catalog is not None:
-                try:
-                    self.catalog.commit(self.index, self.lifetime, self.lock)
-                except sqlite3.Error:
-                    log.exception("the new catalog could not be written")
+            self._new_catalog(damaged=True)
         self._measure_catalog()
 
-    def _replace_catalog(self) -> None:
-        """Set a damaged catalog aside and start a new one, to be filled from the index."""
+    def _new_catalog(self, *, damaged: bool) -> None:
+        """Fill the catalog from the index, in a new file if the old one is damaged."""
         if self.catalog is not None:
             self.catalog.close()
             self.catalog = None
-        for suffix in ("", "-wal", "-shm"):
-            path = f"{self.paths.catalog}{suffix}"
-            if os.path.exists(path):
-                if suffix == "":
-                    self.quarantine(path, "catalog")
-                else:
-                    self.disk.discard(path)
-        with self.lock:
-            self.index.changed_blocks.update(self.index.blocks)
-            self.index.changed_agents.update(self.index.agents)
-        try:
-            self.catalog = Catalog(self.paths.catalog)
-        except (CatalogDamaged, sqlite3.Error, OSError) as error:
-            log.warning("no catalog can be made, the index is kept in memory: %s", error)
+        for attempt in range(2):
+            if damaged or attempt:
+                self.quarantine(str(self.paths.catalog), "catalog")
+                for suffix in ("-wal", "-shm"):
+                    self.disk.discard(f"{self.paths.catalog}{suffix}")
+            try:
+                catalog = Catalog(self.paths.catalog)
+                with self.lock:
+                    self.index.changed_blocks.update(self.index.blocks)
+                    self.index.changed_agents.update(self.index.agents)
+                catalog.clear()
+                catalog.commit(self.index, self.lifetime, self.lock)
+                self.catalog = catalog
+                return
+            except (CatalogDamaged, sqlite3.Error, OSError) as error:
+                log.warning("no catalog can be made now, the index is kept in memory: %s", error)
+                if isinstance(error, sqlite3.OperationalError | OSError):
+                    return
 
     def _measure_catalog(self) -> None:
         total = 0
@@ -244,7 +258,9 @@ class State:
             self.index.drop_tail(key, entry)
             self.count(what)
             if what == "corrupt":
-                self.quarantine(self.paths.tail(key, entry.tokens), f"{key.hex()}-{entry.tokens}.tail")
+                self.quarantine(
+                    self.paths.tail(key, entry.tokens, entry.serial), f"{key.hex()}-{entry.tokens}.tail"
+                )
 
     def close(self) -> None:
         if self.catalog is not None:

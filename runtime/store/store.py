@@ -7,13 +7,12 @@ and none raises for a fault of the disk. Errors of the caller raise ``StoreUsage
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -23,66 +22,29 @@ import numpy as np
 
 from . import hashing, retention
 from .blocks import BlockFormat, Destinations
-from .container import CorruptFile
 from .disk import Disk
 from .hashing import TokenIds
-from .index import AgentEntry, TailEntry
+from .index import AgentEntry
+from .inventory import AgentRecord, StoreStats, agent_records, store_stats, tail_info
 from .layout import Array, Tail, TailInfo, TensorSpec
+from .loading import load_block, load_tail
 from .prefetch import Load, Loader
 from .recover import recover
 from .results import (
     Busy,
-    Corrupt,
     Failed,
-    Loaded,
     LoadResult,
-    Missing,
     PutResult,
     RemoveResult,
     StoreUsageError,
-    TailLoaded,
     TailResult,
 )
 from .saving import BlockPut, TailPut
 from .state import State
-from .tails import agent_key, check_tail, read_tail
+from .tails import agent_key, check_tail
 from .writer import Writer
 
 log = logging.getLogger(__name__)
-
-_TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EINTR, errno.EAGAIN}
-
-
-@dataclass(frozen=True, slots=True)
-class AgentRecord:
-    """One agent's memory on disk. ``shared_bytes`` of ``nbytes`` are blocks that others own too."""
-
-    agent: str
-    salt: str
-    fingerprint: str
-    tails: tuple[TailInfo, ...]
-    blocks: int
-    nbytes: int
-    shared_bytes: int
-    last_used: float
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """Sizes in bytes; ``counters`` since the store was opened, ``lifetime`` since the folder was made."""
-
-    blocks: int
-    tails: int
-    agents: int
-    disk_bytes: int
-    cap_bytes: int | None
-    pending_bytes: int
-    queued_writes: int
-    queued_loads: int
-    quarantined_files: int
-    degraded: str | None
-    counters: dict[str, int]
-    lifetime: dict[str, int]
 
 
 class BlockStore:
@@ -147,8 +109,7 @@ class BlockStore:
             except OSError as error:
                 state.refuse(error)
         try:
-            if read_only or state.degraded is None or state.paths.catalog.exists():
-                state.open_catalog()
+            state.load_catalog()
             self._recover()
         except BaseException:
             state.close()
@@ -162,7 +123,7 @@ class BlockStore:
         state = self._state
         try:
             recover(state)
-            if not read_only_now(state):
+            if state.may_write:
                 retention.collect(state, state.index.unowned())
                 retention.shrink(state)
         except OSError as error:
@@ -267,40 +228,12 @@ class BlockStore:
         loads = []
         for name, dests in wanted:
             ordered = self._format.destinations(dests)
-            loads.append(Load(partial(self._read_block, name, ordered), priority))
+            loads.append(Load(partial(load_block, self._state, self._format, name, ordered), priority))
         return self._loader.submit(loads)
 
     def promote(self, futures: Iterable[Future[Any]], priority: int) -> None:
         """Make loads that have not begun more urgent."""
         self._loader.promote(futures, priority)
-
-    def _read_block(
-        self, name: bytes, dests: list[Array | None], scratch: dict[str, bytearray]
-    ) -> LoadResult:
-        state = self._state
-        entry = state.index.blocks.get(name)
-        if entry is None:
-            return Missing(f"block {name.hex()} is not stored")
-        header = scratch.setdefault("header", bytearray(self._format.header_bytes))
-        try:
-            nbytes = self._format.read(state.paths.block(name), entry.seal, dests, header)
-        except (CorruptFile, OSError) as error:
-            return self._bad(error, f"block {name.hex()}", lambda what: state.bad_block(name, entry, what))
-        state.count("blocks_loaded")
-        state.count("bytes_loaded", nbytes)
-        return Loaded(nbytes)
-
-    def _bad(self, error: Exception, label: str, note: Callable[[str], None]) -> Missing | Corrupt | Failed:
-        """The outcome of a failed read, after noting it."""
-        if isinstance(error, FileNotFoundError):
-            note("missing")
-            return Missing(f"{label} is gone from the disk")
-        if isinstance(error, OSError) and error.errno in _TRANSIENT:
-            self._state.count("read_errors")
-            return Failed(f"{label} cannot be read now: {error.strerror}")
-        note("corrupt")
-        log.warning("%s is corrupt: %s", label, error)
-        return Corrupt(f"{label}: {error}")
 
     # Tails
 
@@ -331,7 +264,7 @@ class BlockStore:
         """The agent's stored tails under this model, the newest last."""
         with self._state.lock:
             entry = self._agent(agent, salt)
-            return [_info(tail) for tail in entry.tails] if entry is not None else []
+            return [tail_info(tail) for tail in entry.tails] if entry is not None else []
 
     def best_tail(self, agent: str, ids: TokenIds, salt: str = "") -> TailInfo | None:
         """The longest stored tail of the agent that these token ids begin with. From memory."""
@@ -351,28 +284,8 @@ class BlockStore:
         Returns: a future of ``TailLoaded``, ``Missing``, ``Corrupt`` or ``Failed``.
         """
         key = agent_key(self.fingerprint, salt, agent)
-        load = Load(lambda _: self._read_tail(key, agent, at), priority)
+        load = Load(lambda _: load_tail(self._state, key, agent, at), priority)
         return self._loader.submit([load])[0]
-
-    def _read_tail(self, key: bytes, agent: str, at: int | None) -> TailResult:
-        state = self._state
-        with state.lock:
-            entry = state.index.agents.get(key)
-            found = (
-                [tail for tail in entry.tails if at is None or tail.tokens == at] if entry is not None else []
-            )
-            state.index.touch(key, state.clock())
-        if not found:
-            return Missing(f"no tail of {agent!r}" + (f" at {at} tokens" if at is not None else ""))
-        tail = found[-1]
-        try:
-            _, loaded = read_tail(state.paths.tail(key, tail.tokens), key, tail.tokens, tail.seal)
-        except (CorruptFile, OSError) as error:
-            label = f"tail of {agent!r} at {tail.tokens} tokens"
-            return self._bad(error, label, lambda what: state.bad_tail(key, tail, what))
-        state.count("tails_loaded")
-        state.count("bytes_loaded", tail.nbytes)
-        return TailLoaded(loaded, tail.nbytes)
 
     # Owners
 
@@ -428,20 +341,7 @@ class BlockStore:
 
     def list(self) -> list[AgentRecord]:
         """Every agent's memory in the folder, other models' included, the latest used first."""
-        with self._state.lock:
-            index = self._state.index
-            records = [self._record(entry) for entry in index.agents.values()]
-        return sorted(records, key=lambda record: -record.last_used)
-
-    def _record(self, entry: AgentEntry) -> AgentRecord:
-        index = self._state.index
-        stored = [(name, block) for name in entry.owned if (block := index.blocks.get(name)) is not None]
-        shared = sum(block.nbytes for name, block in stored if index.references[name] > 1)
-        tails = tuple(_info(tail) for tail in entry.tails)
-        nbytes = sum(block.nbytes for _, block in stored) + sum(tail.nbytes for tail in tails)
-        return AgentRecord(
-            entry.agent, entry.salt, entry.model, tails, len(stored), nbytes, shared, entry.last_used
-        )
+        return agent_records(self._state)
 
     def _agent(self, agent: str, salt: str) -> AgentEntry | None:
         return self._state.index.agents.get(agent_key(self.fingerprint, salt, agent))
@@ -455,22 +355,7 @@ class BlockStore:
 
     def stats(self) -> StoreStats:
         """Counters and sizes, from memory."""
-        state = self._state
-        with state.lock:
-            return StoreStats(
-                blocks=len(state.index.blocks),
-                tails=sum(len(agent.tails) for agent in state.index.agents.values()),
-                agents=len(state.index.agents),
-                disk_bytes=state.used_bytes,
-                cap_bytes=state.cap_bytes,
-                pending_bytes=self._writer.pending_bytes,
-                queued_writes=self._writer.depth,
-                queued_loads=self._loader.depth,
-                quarantined_files=len(state.quarantined),
-                degraded=self.degraded,
-                counters=dict(state.counters),
-                lifetime=dict(state.lifetime),
-            )
+        return store_stats(self._state, self._writer, self._loader)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything put before is on disk (or refused). False if the time ran out."""
@@ -513,14 +398,6 @@ class BlockStore:
         """The end of a group: collect what lost its last owner, bring the catalog up to date."""
         retention.collect_lost(self._state)
         self._state.commit()
-
-
-def read_only_now(state: State) -> bool:
-    return state.read_only or state.degraded is not None
-
-
-def _info(tail: TailEntry) -> TailInfo:
-    return TailInfo(tail.tokens, tail.chain, tail.nbytes)
 
 
 def _done(result: Any) -> Future[Any]:

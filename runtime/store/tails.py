@@ -102,8 +102,8 @@ def tail_bytes(fingerprint: str, salt: str, agent: str, tail: Tail, serial: int)
     )
 
 
-def tail_facts(header: Header, key: bytes, tokens: int) -> TailFacts:
-    """Prove that a header belongs to the tail of this key and token count. CorruptFile if not."""
+def tail_facts(header: Header, key: bytes, tokens: int, serial: int) -> TailFacts:
+    """Prove that a header belongs to the tail of this key, token count and serial. CorruptFile if not."""
     fields = header.metadata
     try:
         if fields["format"] != FORMAT:
@@ -119,7 +119,8 @@ def tail_facts(header: Header, key: bytes, tokens: int) -> TailFacts:
             note=json.loads(fields["note"]),
             header=header,
         )
-        if agent_key(facts.fingerprint, facts.salt, facts.agent) != key or facts.tokens != tokens:
+        named = (agent_key(facts.fingerprint, facts.salt, facts.agent), facts.tokens, facts.serial)
+        if named != (key, tokens, serial):
             raise CorruptFile("the file belongs to another agent or turn")
         if len(facts.chain) != HASH_BYTES or len(facts.blocks) % HASH_BYTES:
             raise CorruptFile("a hash has the wrong length")
@@ -128,23 +129,23 @@ def tail_facts(header: Header, key: bytes, tokens: int) -> TailFacts:
     return facts
 
 
-def inspect_tail(path: str, key: bytes, tokens: int) -> TailFacts:
+def inspect_tail(path: str, key: bytes, tokens: int, serial: int) -> TailFacts:
     """Prove a tail file's header, name and size; reads no arrays. Raises CorruptFile, OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return tail_facts(container.read_header(fd), key, tokens)
+        return tail_facts(container.read_header(fd), key, tokens, serial)
     finally:
         os.close(fd)
 
 
-def read_tail(path: str, key: bytes, tokens: int, seal: bytes | None) -> tuple[TailFacts, Tail]:
+def read_tail(path: str, key: bytes, tokens: int, serial: int, seal: bytes | None) -> tuple[TailFacts, Tail]:
     """Read and verify a tail file. ``seal``: what the index remembers. Raises CorruptFile, OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         header = container.read_header(fd)
         if seal is not None and header.seal != seal:
             raise CorruptFile("the header does not match the catalog's seal")
-        facts = tail_facts(header, key, tokens)
+        facts = tail_facts(header, key, tokens, serial)
         arrays = container.read_arrays(fd, header)
     finally:
         os.close(fd)

@@ -58,7 +58,7 @@ class Writer:
         commit: Callable[[], None],
         threads: int,
         pending_bytes: int,
-        group_bytes: int = 64 << 20,
+        group_bytes: int = 32 << 20,
     ) -> None:
         """``pending_bytes`` bounds what is queued; ``group_bytes`` what one commit covers."""
         self._sync = sync
@@ -147,8 +147,12 @@ class Writer:
     def _commit_group(self, group: list[Put]) -> None:
         for put in group:
             _stage(put, put.admit)
-        for _ in self._pool.map(lambda put: _stage(put, put.prepare), group):
-            pass
+        try:
+            prepared = list(self._pool.map(lambda put: _stage(put, put.prepare), group))
+        except RuntimeError:
+            # The interpreter is ending and takes no new work for its pools; what was queued is still saved.
+            prepared = [_stage(put, put.prepare) for put in group]
+        del prepared
         folders: dict[str, list[Put]] = {}
         for put in group:
             folder = _stage(put, put.publish)
