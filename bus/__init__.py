@@ -6,11 +6,12 @@ actors or models. PROTOCOL.md, beside this file, specifies the bytes.
 
 from offbook.bus.address import Address, check_topic, parse_address, parse_pattern
 from offbook.bus.body import decode_as, decode_body, encode_body, type_name
-from offbook.bus.broker import Broker, BrokerStatistics
+from offbook.bus.broker import Broker
 from offbook.bus.client import Bus, connect
 from offbook.bus.delivery import Delivery
 from offbook.bus.envelope import MAX_BODY, Envelope, Kind, new_id
 from offbook.bus.security import endpoint_for, run_dir
+from offbook.bus.statistics import BrokerStatistics
 from offbook.bus.streams import Deliveries, ReplyStream, Subscription
 from offbook.bus.topics import Event, MemoryTopicStore, Record, TopicStore
 

@@ -1,8 +1,8 @@
 """The broker: one ROUTER socket through which all messages pass.
 
-Owns routing: who is connected, who serves what, which requests are in flight, and that each of them
-gets exactly one answer, from whoever serves it or, when that peer goes, from the broker at once. It
-never looks into bodies and never waits for a peer. The rules on the wire are in PROTOCOL.md.
+Owns the connections: who is there, under which name, and what becomes of those who break the rules or
+fall silent. Requests go on to the switchboard, publications to the topic hub. It never looks into
+bodies and never waits for a peer. The rules on the wire are in PROTOCOL.md.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ import anyio.lowlevel
 import msgspec
 
 from offbook.bus import control
-from offbook.bus.address import WILDCARD, check_name, check_topic, parse_address, parse_pattern
+from offbook.bus.address import check_name, check_topic
 from offbook.bus.body import check_size
+from offbook.bus.courier import Courier
 from offbook.bus.credit import Window
-from offbook.bus.envelope import MAX_BODY, Envelope, Kind, decode_header, encode_header
+from offbook.bus.envelope import Envelope, Kind, decode_header
 from offbook.bus.errors import (
     ConnectionLost,
-    CycleError,
-    DeadlineExceeded,
     InvalidAddress,
     InvalidRequest,
-    MailboxFull,
-    NoSuchActor,
     OffbookError,
     ProtocolError,
 )
 from offbook.bus.listener import Listener
-from offbook.bus.peer import PUBLISH_CREDIT, REQUESTS, Peer, Pending
+from offbook.bus.peer import PUBLISH_CREDIT, Peer
+from offbook.bus.statistics import BrokerStatistics
+from offbook.bus.switchboard import Switchboard
 from offbook.bus.topic_hub import Publication, TopicHub
 from offbook.bus.topics import MemoryTopicStore, Record, TopicStore
 
@@ -55,34 +54,6 @@ CONTROL_LIMIT = 20_000
 
 BURST_PAIRS = 256
 """Envelopes handled before others get their turn (about 3 ms)."""
-
-BATCH_FRAMES = 128
-"""Frames per multipart message to a peer."""
-
-
-class BrokerStatistics(msgspec.Struct, kw_only=True):
-    """Counters since the broker started, and what is there now."""
-
-    peers: int = 0
-    patterns: int = 0
-    pending: int = 0
-    queued: int = 0
-    subscriptions: int = 0
-    received: int = 0
-    requests: int = 0
-    delivered: int = 0
-    answers: int = 0
-    progress: int = 0
-    late_replies: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    published: int = 0
-    repeated_publications: int = 0
-    events: int = 0
-    malformed: int = 0
-    refused: int = 0
-    disconnected: int = 0
-    lost: int = 0
 
 
 class Broker:
@@ -111,25 +82,22 @@ class Broker:
         self._listener = Listener(endpoints)
         self._heartbeat = heartbeat
         self._patience = patience
-        self._queue_bytes = queue_bytes
         self._peers: dict[bytes, Peer] = {}
         self._names: dict[str, Peer] = {}
-        self._exact: dict[str, Peer] = {}
-        self._kinds: dict[str, Peer] = {}
-        self._pending: dict[str, Pending] = {}
-        self._dirty: list[Peer] = []
         self._count = BrokerStatistics()
-        self._hub = TopicHub(topic_store or MemoryTopicStore(), self._send, self._fail, self._written)
+        self._out = Courier(self._listener, self._count, self._on_unreachable)
+        self._board = Switchboard(self._out, self._count, queue_bytes)
+        self._hub = TopicHub(topic_store or MemoryTopicStore(), self._out)
         self._handlers: dict[Kind, Callable[[Peer, Envelope, bytes, bytes], None]] = {
             Kind.PING: self._on_ping,
             Kind.BYE: self._on_bye,
-            Kind.TELL: self._on_request,
-            Kind.ASK: self._on_request,
-            Kind.STREAM: self._on_request,
-            Kind.ACCEPT: self._on_answer,
-            Kind.REPLY: self._on_answer,
-            Kind.FAIL: self._on_answer,
-            Kind.PROGRESS: self._on_progress,
+            Kind.TELL: self._board.request,
+            Kind.ASK: self._board.request,
+            Kind.STREAM: self._board.request,
+            Kind.ACCEPT: self._board.answer,
+            Kind.REPLY: self._board.answer,
+            Kind.FAIL: self._board.answer,
+            Kind.PROGRESS: self._board.progress,
             Kind.CANCEL: self._on_cancel,
             Kind.SERVE: self._on_serve,
             Kind.UNSERVE: self._on_unserve,
@@ -149,8 +117,8 @@ class Broker:
         """A snapshot of the counters."""
         count = self._count
         count.peers = len(self._names)
-        count.patterns = len(self._exact) + len(self._kinds)
-        count.pending = len(self._pending)
+        count.patterns = self._board.patterns
+        count.pending = self._board.pending
         count.queued = sum(len(peer.queue) for peer in self._names.values())
         count.subscriptions = self._hub.subscriptions
         count.published = self._hub.published
@@ -183,8 +151,8 @@ class Broker:
                     yield
                 finally:
                     for peer in list(self._names.values()):
-                        self._send(peer, _goodbye(ConnectionLost("the broker stopped")), _STOPPED)
-                    self._flush()
+                        self._out.send(peer, _goodbye(ConnectionLost("the broker stopped")), _STOPPED)
+                    self._out.flush()
                     tasks.cancel_scope.cancel()
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -210,8 +178,8 @@ class Broker:
                 for route in listener.take_ended():
                     peer = self._peers.get(route)
                     if peer is not None:
-                        self._drop(peer, f"peer {peer.name!r} disconnected")
-            self._flush()
+                        self._on_unreachable(peer)
+            self._out.flush()
             if pairs:
                 await anyio.lowlevel.checkpoint()
             else:
@@ -235,41 +203,8 @@ class Broker:
                     self._drop(
                         peer, f"peer {peer.name!r} was silent for {self._patience:g} s", disconnect=True
                     )
-            wall = time.time()
-            for pending in [
-                p for p in self._pending.values() if p.deadline and p.deadline + self._patience < wall
-            ]:
-                self._expire(pending)
+            self._board.expire(time.time() - self._patience)
             self._listener.wake()
-
-    # Sending
-
-    def _send(self, peer: Peer, envelope: Envelope, body: bytes) -> None:
-        self._post(peer, encode_header(envelope), body)
-
-    def _post(self, peer: Peer, header: bytes, body: bytes) -> None:
-        """Leave a pair in the peer's outbox; the owner sends it at the end of its burst."""
-        if not peer.outbox:
-            if not self._dirty:
-                self._listener.wake()
-            self._dirty.append(peer)
-        peer.outbox.append(header)
-        peer.outbox.append(body)
-
-    def _fail(self, peer: Peer, correlation: str, exc: BaseException) -> None:
-        self._count.failed += 1
-        self._send(peer, Envelope(kind=Kind.FAIL, correlation=correlation), control.pack_error(exc))
-
-    def _flush(self) -> None:
-        while self._dirty:  # dropping a peer leaves messages for others
-            peer = self._dirty.pop()
-            frames, peer.outbox = peer.outbox, []
-            if peer.gone:
-                continue
-            for start in range(0, len(frames), BATCH_FRAMES):
-                if not self._listener.send(peer.route, frames[start : start + BATCH_FRAMES]):
-                    self._drop(peer, f"peer {peer.name!r} disconnected")
-                    break
 
     # Receiving
 
@@ -305,21 +240,21 @@ class Broker:
         peer.malformed += 1
         if peer.malformed >= MALFORMED_LIMIT:
             self._count.disconnected += 1
-            self._send(peer, _goodbye(exc), control.pack_error(exc))
-            self._flush()
+            self._out.send(peer, _goodbye(exc), control.pack_error(exc))
+            self._out.flush()
             self._drop(peer, f"peer {peer.name!r} broke the protocol: {exc}", disconnect=True)
 
     def _on_hello(self, peer: Peer, envelope: Envelope, body: bytes) -> None:
         if envelope.kind is not Kind.HELLO:
             # Also the way in which a client learns that its session is gone.
             error = ProtocolError(f"{envelope.kind.name} from a connection that did not say HELLO")
-            self._send(peer, _goodbye(error), control.pack_error(error))
+            self._out.send(peer, _goodbye(error), control.pack_error(error))
             raise error
         hello = control.unpack_hello(body)
         try:
             check_name(hello.name, "peer name")
         except InvalidAddress as exc:
-            self._fail(peer, envelope.id, exc)
+            self._out.fail(peer, envelope.id, exc)
             raise ProtocolError(exc.message) from exc
         other = self._names.get(hello.name)
         if other is not None:
@@ -327,14 +262,14 @@ class Broker:
                 error = ProtocolError(
                     f"a peer named {hello.name!r} is connected already; choose another name"
                 )
-                self._fail(peer, envelope.id, error)
+                self._out.fail(peer, envelope.id, error)
                 raise error
             self._drop(other, f"peer {hello.name!r} connected anew", disconnect=True)
         peer.name, peer.instance = hello.name, hello.instance
         peer.window = Window(hello.window, hello.window_bytes)
         self._names[hello.name] = peer
         welcome = control.Welcome(heartbeat=self._heartbeat, patience=self._patience)
-        self._send(peer, Envelope(kind=Kind.WELCOME, correlation=envelope.id), control.pack(welcome))
+        self._out.send(peer, Envelope(kind=Kind.WELCOME, correlation=envelope.id), control.pack(welcome))
 
     def _control(self, peer: Peer) -> None:
         peer.controls += 1
@@ -343,177 +278,38 @@ class Broker:
 
     def _on_ping(self, peer: Peer, envelope: Envelope, header: bytes, body: bytes) -> None:
         self._control(peer)
-        self._send(peer, Envelope(kind=Kind.PONG, correlation=envelope.id), b"")
+        self._out.send(peer, Envelope(kind=Kind.PONG, correlation=envelope.id), b"")
 
     def _on_bye(self, peer: Peer, envelope: Envelope, header: bytes, body: bytes) -> None:
         self._drop(peer, f"peer {peer.name!r} left")
 
-    # Requests and answers
-
-    def _on_request(self, peer: Peer, envelope: Envelope, header: bytes, body: bytes) -> None:
-        self._count.requests += 1
-        kind = envelope.to.partition("/")[0]
-        if not peer.take_request(kind, len(body)):
-            raise ProtocolError(f"a request to {kind!r} without credit")
-        try:
-            server = self._route(peer, envelope, kind, body)
-        except OffbookError as exc:
-            self._fail(peer, envelope.id, exc)
-            self._return_credit(peer, kind, len(body))
-            return
-        pending = Pending(envelope, header, body, peer, server)
-        self._pending[pending.id] = pending
-        peer.asked[pending.id] = pending
-        server.answering[pending.id] = pending
-        if server.window.open and not server.queue:
-            self._forward(pending)
-        else:
-            server.queue[pending.id] = pending
-            server.queue_bytes += len(body)
-
-    def _route(self, peer: Peer, envelope: Envelope, kind: str, body: bytes) -> Peer:
-        """Who serves this request; raises what is wrong with it."""
-        to = envelope.to
-        parse_address(to)
-        check_size(len(body))
-        if not envelope.id:
-            raise InvalidRequest(f"a request to {to} without an id")
-        if envelope.deadline and envelope.deadline <= time.time():
-            raise DeadlineExceeded(f"the deadline of a request to {to} had passed when it came to the broker")
-        if envelope.kind is not Kind.TELL and to in envelope.chain:
-            raise cycle_error(envelope.chain, to)
-        if envelope.id in self._pending:
-            raise InvalidRequest(f"a request with id {envelope.id!r} is in flight already", id=envelope.id)
-        server = self._exact.get(to) or self._kinds.get(kind)
-        if server is None:
-            raise NoSuchActor(f"nobody serves {to!r}; is its host running?", address=to)
-        if server.queue_bytes + len(body) > self._queue_bytes:
-            raise MailboxFull(f"{server.queue_bytes} bytes wait for the peer that serves {to!r}", address=to)
-        return server
-
-    def _forward(self, pending: Pending) -> None:
-        server = pending.server
-        size = len(pending.body)
-        server.window.take(size)
-        pending.forwarded = True
-        self._count.delivered += 1
-        self._post(server, pending.header, pending.body)
-        self._return_credit(pending.asker, pending.to.partition("/")[0], size)
-        pending.header = pending.body = b""
-
-    def _drain(self, server: Peer) -> None:
-        """The server gave credit: forward what waits for it."""
-        now = time.time()
-        while server.queue and server.window.open:
-            _, pending = server.queue.popitem(last=False)
-            size = len(pending.body)
-            server.queue_bytes -= size
-            if pending.deadline and pending.deadline <= now:
-                self._return_credit(pending.asker, pending.to.partition("/")[0], size)
-                self._settle(pending)
-                self._fail(pending.asker, pending.id, _too_late(pending))
-                continue
-            self._forward(pending)
-
-    def _settle(self, pending: Pending) -> None:
-        """Forget a request: it is answered, or nobody waits for it."""
-        self._pending.pop(pending.id, None)
-        pending.asker.asked.pop(pending.id, None)
-        pending.server.answering.pop(pending.id, None)
-
-    def _on_answer(self, peer: Peer, envelope: Envelope, header: bytes, body: bytes) -> None:
-        pending = peer.answering.get(envelope.correlation)
-        if pending is None or not pending.forwarded:
-            self._count.late_replies += 1  # cancelled, timed out, or never asked
-            return
-        if envelope.kind is Kind.ACCEPT and pending.kind is not Kind.TELL:
-            raise ProtocolError(f"an ACCEPT for {pending.kind.name} {pending.id!r}; only a TELL is accepted")
-        self._settle(pending)
-        self._count.answers += 1
-        if len(body) > MAX_BODY:
-            error = ProtocolError(f"a reply of {len(body)} bytes, above the limit of {MAX_BODY}")
-            self._fail(pending.asker, pending.id, error)
-            raise error
-        self._post(pending.asker, header, body)
-
-    def _on_progress(self, peer: Peer, envelope: Envelope, header: bytes, body: bytes) -> None:
-        pending = peer.answering.get(envelope.correlation)
-        if pending is None or pending.kind is not Kind.STREAM:
-            self._count.late_replies += 1
-            return
-        check_progress(body)
-        self._count.progress += 1
-        self._post(pending.asker, header, body)
+    # Requests and registrations
 
     def _on_cancel(self, peer: Peer, envelope: Envelope, header: bytes, body: bytes) -> None:
         self._control(peer)
-        pending = peer.asked.get(envelope.correlation)
-        if pending is not None:
-            self._cancel(pending)
-
-    def _cancel(self, pending: Pending) -> None:
-        self._count.cancelled += 1
-        self._settle(pending)
-        if pending.forwarded:
-            self._send(pending.server, Envelope(kind=Kind.CANCEL, correlation=pending.id, to=pending.to), b"")
-        else:
-            size = len(pending.body)
-            del pending.server.queue[pending.id]
-            pending.server.queue_bytes -= size
-            self._return_credit(pending.asker, pending.to.partition("/")[0], size)
-
-    def _expire(self, pending: Pending) -> None:
-        self._cancel(pending)
-        self._fail(pending.asker, pending.id, _too_late(pending))
-
-    # Serving and credit
+        self._board.cancel(peer, envelope.correlation)
 
     def _on_serve(self, peer: Peer, envelope: Envelope, header: bytes, body: bytes) -> None:
+        self._control(peer)
         try:
-            pattern = parse_pattern(envelope.to)
-        except InvalidAddress as exc:
-            self._fail(peer, envelope.id, exc)
-            return
-        table, key = (self._kinds, pattern.kind) if pattern.key == WILDCARD else (self._exact, envelope.to)
-        holder = table.get(key)
-        if holder is not None and holder is not peer:
-            error = ProtocolError(f"{envelope.to!r} is served by peer {holder.name!r} already")
-            self._fail(peer, envelope.id, error)
-            return
-        table[key] = peer
-        peer.patterns.add(envelope.to)
-        self._send(peer, Envelope(kind=Kind.REPLY, correlation=envelope.id), b"")
+            self._board.serve(peer, envelope.to)
+        except OffbookError as exc:
+            self._out.fail(peer, envelope.id, exc)
+        else:
+            self._out.send(peer, Envelope(kind=Kind.REPLY, correlation=envelope.id), b"")
 
     def _on_unserve(self, peer: Peer, envelope: Envelope, header: bytes, body: bytes) -> None:
-        self._unserve(peer, envelope.to)
-        self._send(peer, Envelope(kind=Kind.REPLY, correlation=envelope.id), b"")
-
-    def _unserve(self, peer: Peer, pattern: str) -> None:
-        if pattern in peer.patterns:
-            peer.patterns.discard(pattern)
-            kind, _, key = pattern.partition("/")
-            if key == WILDCARD:
-                self._kinds.pop(kind, None)
-            else:
-                self._exact.pop(pattern, None)
+        self._control(peer)
+        self._board.unserve(peer, envelope.to)
+        self._out.send(peer, Envelope(kind=Kind.REPLY, correlation=envelope.id), b"")
 
     def _on_credit(self, peer: Peer, envelope: Envelope, header: bytes, body: bytes) -> None:
         self._control(peer)
         size = control.unpack_bytes_credit(body)
-        if not envelope.correlation:  # deliveries
-            peer.window.give(envelope.seq, size)
-            self._drain(peer)
-            return
-        pending = peer.asked.get(envelope.correlation)
-        if pending is None:
+        if not envelope.correlation:
+            self._board.credit(peer, envelope.seq, size)
+        elif not self._board.stream_credit(peer, envelope, header, body):
             self._hub.credit(peer, envelope.correlation, envelope.seq, size)
-        elif pending.forwarded:  # a stream: its server counts
-            self._post(pending.server, header, body)
-
-    def _return_credit(self, peer: Peer, kind: str, size: int) -> None:
-        due = peer.return_request(kind, size)
-        if due is not None:
-            self._send(peer, Envelope(kind=Kind.CREDIT, to=kind, seq=due[0]), control.pack(due[1]))
 
     # Topics
 
@@ -526,8 +322,8 @@ class Broker:
             if not envelope.id:
                 raise InvalidRequest(f"a publication to {envelope.to!r} without an id")
         except OffbookError as exc:
-            self._fail(peer, envelope.id, exc)
-            self._return_credit(peer, PUBLISH_CREDIT, len(body))
+            self._out.fail(peer, envelope.id, exc)
+            self._out.return_credit(peer, PUBLISH_CREDIT, len(body))
             return
         record = Record(
             id=envelope.correlation or envelope.id,
@@ -538,9 +334,6 @@ class Broker:
         )
         self._hub.publish(Publication(peer, envelope.id, envelope.to, record))
 
-    def _written(self, publication: Publication) -> None:
-        self._return_credit(publication.peer, PUBLISH_CREDIT, len(publication.record.body))
-
     def _on_subscribe(self, peer: Peer, envelope: Envelope, header: bytes, body: bytes) -> None:
         try:
             check_topic(envelope.to)
@@ -549,13 +342,16 @@ class Broker:
             ):
                 raise InvalidRequest(f"a subscription with id {envelope.id!r} is active already")
         except OffbookError as exc:
-            self._fail(peer, envelope.id, exc)
+            self._out.fail(peer, envelope.id, exc)
 
     def _on_unsubscribe(self, peer: Peer, envelope: Envelope, header: bytes, body: bytes) -> None:
         self._control(peer)
         self._hub.unsubscribe(peer, envelope.correlation)
 
     # Endings
+
+    def _on_unreachable(self, peer: Peer) -> None:
+        self._drop(peer, f"peer {peer.name!r} disconnected")
 
     def _drop(self, peer: Peer, reason: str, *, disconnect: bool = False) -> None:
         """Forget a peer: fail who waits for it, cancel what it waits for."""
@@ -565,38 +361,10 @@ class Broker:
         del self._peers[peer.route]
         if self._names.get(peer.name) is peer:
             del self._names[peer.name]
-        for pattern in list(peer.patterns):
-            self._unserve(peer, pattern)
         self._hub.unsubscribe_all(peer.subscriptions, peer)
-        for pending in list(peer.asked.values()):
-            self._cancel(pending)
-        error = ConnectionLost(f"{reason}; whether it handled the message is unknown", peer=peer.name)
-        for pending in list(peer.answering.values()):
-            if not pending.forwarded:
-                self._return_credit(pending.asker, pending.to.partition("/")[0], len(pending.body))
-            self._settle(pending)
-            if pending.asker is not peer:
-                self._fail(pending.asker, pending.id, error)
-        peer.queue.clear()
-        peer.queue_bytes = 0
+        self._board.drop(peer, reason)
         if disconnect:
             self._listener.disconnect(peer.route)
-
-
-def cycle_error(chain: tuple[str, ...], to: str) -> CycleError:
-    """The error for an ask to an address that waits in ``chain`` already."""
-    whole = [*chain, to]
-    return CycleError(f"an ask that would wait for itself: {' -> '.join(whole)}", chain=whole)
-
-
-def check_progress(body: bytes) -> None:
-    """Raise ``ProtocolError`` for a piece above the limit."""
-    if len(body) > MAX_BODY:
-        raise ProtocolError(f"a piece of {len(body)} bytes, above the limit of {MAX_BODY}")
-
-
-def _too_late(pending: Pending) -> DeadlineExceeded:
-    return DeadlineExceeded(f"no answer from {pending.to} before its deadline", address=pending.to)
 
 
 def _goodbye(exc: OffbookError) -> Envelope:
@@ -604,5 +372,3 @@ def _goodbye(exc: OffbookError) -> Envelope:
 
 
 _STOPPED = control.pack_error(ConnectionLost("the broker stopped"))
-
-__all__ = ["HEARTBEAT", "PATIENCE", "REQUESTS", "Broker", "BrokerStatistics"]

@@ -438,8 +438,7 @@ class Bus:
         if chain:
             chain = tuple(chain)
             if kind is not Kind.TELL and to in chain:
-                whole = [*chain, to]
-                raise CycleError(f"an ask that would wait for itself: {' -> '.join(whole)}", chain=whole)
+                raise CycleError.closing(chain, to)
             if len(chain) > MAX_CHAIN:
                 raise InvalidRequest(f"a chain of {len(chain)} calls is longer than {MAX_CHAIN}")
         envelope = Envelope(
@@ -494,8 +493,9 @@ class Bus:
                 await self._up.wait()
             if gate is None or gate.try_take(size):
                 break
-            await gate.take(size)
-            if self._link is link:
+            generation = await gate.take(size)
+            if self._link is not None and generation == gate.generation:
+                link = self._link
                 break
         if envelope.id in self._requests:
             if gate is not None:

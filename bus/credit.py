@@ -66,12 +66,26 @@ class Returns:
         return due
 
 
+class _Waiter:
+    __slots__ = ("admitted", "generation", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.admitted = anyio.Event()
+        self.generation = -1
+
+
 class Gate:
-    """The sender's end, for many tasks that send through one window: waits in order of arrival."""
+    """The sender's end, for many tasks that send through one window: waits in order of arrival.
+
+    Attributes:
+        generation: how often it was reset; credit taken in an earlier generation is void.
+    """
 
     def __init__(self, messages: int = MESSAGES, bytes: int = BYTES) -> None:
         self._window = Window(messages, bytes)
-        self._waiters: deque[tuple[int, anyio.Event]] = deque()
+        self._waiters: deque[_Waiter] = deque()
+        self.generation = 0
 
     def try_take(self, size: int) -> bool:
         """Take credit for one message if nobody waits and the window is open."""
@@ -80,21 +94,22 @@ class Gate:
         self._window.take(size)
         return True
 
-    async def take(self, size: int) -> None:
-        """Wait for credit for one message. When cancelled, none was taken."""
+    async def take(self, size: int) -> int:
+        """Wait for credit for one message; returns its generation. When cancelled, none was taken."""
         if self.try_take(size):
-            return
-        waiter = (size, anyio.Event())
+            return self.generation
+        waiter = _Waiter(size)
         self._waiters.append(waiter)
         try:
-            await waiter[1].wait()
+            await waiter.admitted.wait()
         except BaseException:
-            if waiter[1].is_set():  # credit came at the same moment: pass it on
-                self._window.give(1, size)
-            else:
+            if waiter.generation < 0:
                 self._waiters.remove(waiter)
+            elif waiter.generation == self.generation:  # credit came at the same moment: pass it on
+                self._window.give(1, size)
             self._admit()
             raise
+        return waiter.generation
 
     def give(self, messages: int, bytes: int) -> None:
         """Credit came back."""
@@ -103,11 +118,13 @@ class Gate:
 
     def reset(self) -> None:
         """Start anew on a new connection: what was in transit is gone. Waiters keep waiting."""
+        self.generation += 1
         self._window = Window(self._window.limit_messages, self._window.limit_bytes)
         self._admit()
 
     def _admit(self) -> None:
         while self._waiters and self._window.open:
-            size, event = self._waiters.popleft()
-            self._window.take(size)
-            event.set()
+            waiter = self._waiters.popleft()
+            self._window.take(waiter.size)
+            waiter.generation = self.generation
+            waiter.admitted.set()

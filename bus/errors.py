@@ -7,6 +7,7 @@ side does not know, or a foreign exception, becomes :class:`RemoteError`, which 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -70,6 +71,12 @@ class DeadlineExceeded(OffbookError):
 
 class CycleError(OffbookError):
     """An ask whose target is already waiting in the same chain of calls; ``details["chain"]`` names it."""
+
+    @classmethod
+    def closing(cls, chain: Sequence[str], to: str) -> CycleError:
+        """The error for an ask to ``to``, which waits in ``chain`` already."""
+        whole = [*chain, to]
+        return cls(f"an ask that would wait for itself: {' -> '.join(whole)}", chain=whole)
 
 
 class MailboxFull(OffbookError):

@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from offbook.bus.credit import Returns, Window
-from offbook.bus.envelope import Envelope, Kind
+from offbook.bus.envelope import Envelope
 
 
 class Pending:
     """A request (tell, ask or stream) that was routed and is not answered yet."""
 
-    __slots__ = ("asker", "body", "deadline", "forwarded", "header", "id", "kind", "server", "to")
+    __slots__ = ("asker", "body", "deadline", "forwarded", "header", "id", "kind", "server", "target", "to")
 
     def __init__(self, envelope: Envelope, header: bytes, body: bytes, asker: Peer, server: Peer) -> None:
         self.id = envelope.id
         self.kind = envelope.kind
         self.to = envelope.to
+        self.target = envelope.to.partition("/")[0]
         self.deadline = envelope.deadline
         self.asker = asker
         self.server = server
@@ -108,5 +109,3 @@ class Peer:
 
 PUBLISH_CREDIT = ""
 """The kind under which publications are counted in :attr:`Peer.requests`."""
-
-REQUESTS = frozenset((Kind.TELL, Kind.ASK, Kind.STREAM))

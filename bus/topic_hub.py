@@ -8,7 +8,7 @@ and one task that reads on from there, so a slow subscriber costs its position a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import anyio
 import anyio.abc
@@ -17,7 +17,7 @@ import anyio.lowlevel
 from offbook.bus.credit import Window
 from offbook.bus.envelope import Envelope, Kind
 from offbook.bus.errors import OffbookError, RemoteError
-from offbook.bus.peer import Peer
+from offbook.bus.peer import PUBLISH_CREDIT, Peer
 from offbook.bus.topics import Event, Record, TopicStore, slice_events
 
 RECENT = 1024
@@ -27,9 +27,6 @@ RECENT_BYTES = 8 * 1024 * 1024
 
 PUMP_BATCH = 64
 """Events one subscription sends before others get their turn."""
-
-Send = Callable[[Peer, Envelope, bytes], None]
-Fail = Callable[[Peer, str, BaseException], None]
 
 
 class Publication:
@@ -78,15 +75,11 @@ class _Subscription:
 
 
 class TopicHub:
-    """Runs inside the broker. ``send`` and ``fail`` leave messages in a peer's outbox."""
+    """Runs inside the broker."""
 
-    def __init__(
-        self, store: TopicStore, send: Send, fail: Fail, written: Callable[[Publication], None]
-    ) -> None:
+    def __init__(self, store: TopicStore, out: Courier) -> None:
         self._store = store
-        self._send = send
-        self._fail = fail
-        self._written = written  # the broker gives the publisher's credit back
+        self._out = out
         self._topics: dict[str, _Topic] = {}
         self._queue: deque[Publication] = deque()
         self._queued = anyio.Event()
@@ -128,7 +121,7 @@ class TopicHub:
             error = exc if isinstance(exc, OffbookError) else RemoteError(f"cannot retain the event: {exc!r}")
             for publication in publications:
                 self._written(publication)
-                self._fail(publication.peer, publication.id, error)
+                self._out.fail(publication.peer, publication.id, error)
             return
         for publication, seq in zip(publications, numbers, strict=True):
             if seq > topic.last:
@@ -148,9 +141,14 @@ class TopicHub:
             else:
                 self.repeated += 1
             self._written(publication)
-            self._send(publication.peer, Envelope(kind=Kind.REPLY, correlation=publication.id, seq=seq), b"")
+            self._out.send(
+                publication.peer, Envelope(kind=Kind.REPLY, correlation=publication.id, seq=seq), b""
+            )
         for subscription in topic.subscriptions:
             subscription.signal.set()
+
+    def _written(self, publication: Publication) -> None:
+        self._out.return_credit(publication.peer, PUBLISH_CREDIT, len(publication.record.body))
 
     async def _topic(self, name: str) -> _Topic:
         topic = self._topics.get(name)
@@ -206,7 +204,7 @@ class TopicHub:
                 subscription.cursor = topic.last if after < 0 else min(after, topic.last)
                 topic.subscriptions.add(subscription)
                 peer, id = subscription.peer, subscription.id
-                self._send(peer, Envelope(kind=Kind.REPLY, correlation=id, seq=subscription.cursor), b"")
+                self._out.send(peer, Envelope(kind=Kind.REPLY, correlation=id, seq=subscription.cursor), b"")
                 while True:
                     if not (subscription.window.open and subscription.cursor < topic.last):
                         await subscription.signal.wait()
@@ -214,7 +212,7 @@ class TopicHub:
                         continue
                     await self._send_events(subscription, topic)
             except Exception as exc:  # the store failed: this subscription ends with an error, alone
-                self._fail(subscription.peer, subscription.id, exc)
+                self._out.fail(subscription.peer, subscription.id, exc)
             finally:
                 if topic is not None:
                     topic.subscriptions.discard(subscription)
@@ -245,7 +243,7 @@ class TopicHub:
                 type=event.type,
                 seq=event.seq,
             )
-            self._send(subscription.peer, envelope, event.body)
+            self._out.send(subscription.peer, envelope, event.body)
             subscription.window.take(len(event.body))
             subscription.cursor = event.seq
             self.events += 1
