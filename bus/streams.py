@@ -14,7 +14,7 @@ from offbook.bus.request import Request
 from offbook.bus.topics import Event
 
 if TYPE_CHECKING:
-    from offbook.bus.client import Bus
+    from offbook.bus.exchange import Exchange
 
 
 class ReplyStream:
@@ -26,13 +26,13 @@ class ReplyStream:
 
     def __init__(
         self,
-        bus: Bus,
+        exchange: Exchange,
         request: Request,
         pieces: Inbox[bytes],
         returns: type[Any] | None,
         yields: type[Any] | None,
     ) -> None:
-        self._bus = bus
+        self._exchange = exchange
         self._request = request
         self._pieces = pieces
         self._returns = returns
@@ -40,23 +40,23 @@ class ReplyStream:
         self._credit = Returns()
 
     async def __aenter__(self) -> ReplyStream:
-        await self._bus._within_deadline(self._request, self._bus._send_request(self._request))
+        await self._exchange.within_deadline(self._request, self._exchange.send(self._request))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bus._forget(self._request)
+        self._exchange.forget(self._request)
 
     def __aiter__(self) -> ReplyStream:
         return self
 
     async def __anext__(self) -> Any:
         """The next piece; raises the ask's error if it failed."""
-        piece = await self._bus._within_deadline(self._request, self._pieces.get())
+        piece = await self._exchange.within_deadline(self._request, self._pieces.get())
         due = self._credit.consumed(len(piece))
         if due is not None:
-            self._bus._give_credit(self._request.link, self._request.envelope.id, *due)
+            self._exchange.give_credit(self._request.link, self._request.envelope.id, *due)
         return decode_body(piece, self._yields)
 
     @property
@@ -90,8 +90,8 @@ class Subscription:
         missed: events that were no longer retained when this subscription came to them.
     """
 
-    def __init__(self, bus: Bus, id: str, topic: str, after: int | None) -> None:
-        self._bus = bus
+    def __init__(self, exchange: Exchange, id: str, topic: str, after: int | None) -> None:
+        self._exchange = exchange
         self._inbox: Inbox[Event] = Inbox()
         self._credit = Returns()
         self._after = after
@@ -101,13 +101,13 @@ class Subscription:
         self.missed = 0
 
     async def __aenter__(self) -> Subscription:
-        await self._bus._start_subscription(self)
+        await self._exchange.start_subscription(self)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bus._end_subscription(self)
+        self._exchange.end_subscription(self)
 
     def __aiter__(self) -> Subscription:
         return self
@@ -117,7 +117,7 @@ class Subscription:
         event = await self._inbox.get()
         due = self._credit.consumed(len(event.body))
         if due is not None:
-            self._bus._give_credit(None, self.id, *due)
+            self._exchange.give_credit(None, self.id, *due)
         return event
 
     # Called by the client
@@ -151,14 +151,14 @@ class Subscription:
 class Deliveries:
     """What arrives for the addresses this peer serves; see :meth:`Bus.deliveries`."""
 
-    def __init__(self, bus: Bus) -> None:
-        self._bus = bus
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
 
     def __aiter__(self) -> Deliveries:
         return self
 
     async def __anext__(self) -> Any:
-        return await self._bus._next_delivery()
+        return await self._exchange.next_delivery()
 
 
 __all__ = ["Deliveries", "ReplyStream", "Subscription"]

@@ -14,6 +14,7 @@ import anyio
 import anyio.abc
 import anyio.lowlevel
 
+from offbook.bus.courier import Courier
 from offbook.bus.credit import Window
 from offbook.bus.envelope import Envelope, Kind
 from offbook.bus.errors import OffbookError, RemoteError
