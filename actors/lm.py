@@ -54,12 +54,14 @@ class MemoryRef(msgspec.Struct, frozen=True, kw_only=True):
         salt: tenant salt; KV blocks are shared only between equal salts.
         system: the system prompt (persona), or None. Rendered once, at the first message.
         transcript: token ids read and produced so far (little-endian uint32).
+        origin: agent this one was forked from, or empty; its saved memory stands for the same ids.
     """
 
     agent: str
     salt: str = ""
     system: str | None = None
     transcript: bytes = b""
+    origin: str = ""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,13 +92,22 @@ class StateHandle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Append ``messages`` to the memory and generate. Progress: ``Delta``. Reply: ``Generated``."""
+    """Append ``messages`` to the memory and generate. Progress: ``Delta``. Reply: ``Generated``.
+
+    Attributes:
+        json_schema: constrain the text to JSON of this schema, or None.
+        priority: higher is served first.
+        on_context_full: when transcript, messages and ``max_tokens`` exceed the model's context:
+            ``keep_recent`` keeps the persona and the most recent half of the transcript (said in
+            ``Usage.truncated_tokens``), ``refuse`` fails with ``ContextTooLarge``.
+    """
 
     memory: MemoryRef
     messages: tuple[ChatMessage, ...]
     sampling: SamplingParams = SamplingParams()
     json_schema: dict[str, Any] | None = None
     priority: int = 0
+    on_context_full: Literal["keep_recent", "refuse"] = "keep_recent"
 
 
 class Delta(msgspec.Struct, frozen=True, tag=True):

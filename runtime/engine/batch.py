@@ -67,11 +67,8 @@ class Batch:
             tokens[row, : len(chunk)] = chunk
         step = Step(self.arrays, self.pool, tables, counts, native=self.native)
         out = self._forward(mx.array(tokens), step, counts if logits else None)
-        pending = [c.pending for c in step.caches if isinstance(c, BatchQuantizedKVCache)]
-        if out is not None:
-            mx.eval(out, pending)
-        else:
-            mx.eval(pending)
+        pending = [c.pending if isinstance(c, BatchQuantizedKVCache) else c.cache for c in step.caches]
+        mx.eval(pending if out is None else (out, pending))
         step.commit()
         return out
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -24,7 +25,7 @@ from offbook.bus.errors import Cancelled, ContextTooLarge, DeadlineExceeded, Eng
 from ..kv.arrays import PoolArrays
 from ..kv.memory import Key, KVMemory, Loading
 from ..kv.pool import BlockPool
-from ..kv.probe import derive
+from ..kv.probe import derive, make_caches
 from ..kv.scheme import KVScheme
 from ..kv.spec import ModelCacheSpec
 from ..kv.table import Ids
@@ -72,6 +73,7 @@ class EngineLoop:
         self._stopping = threading.Event()
         self._done: Future[None] = Future()
         self._unsaved: dict[Key, float] = {}
+        self._resizes: list[tuple[int, Future[None]]] = []
         self.ready: Future[None] = Future()
         self.step_started = 0.0
         self.counters: dict[str, float] = {}
@@ -131,6 +133,8 @@ class EngineLoop:
         self.spec = derive(self.model)
         self.fingerprint: str = self.loaded.fingerprint_for(self.scheme.describe() + self.spec.describe())
         self.weights_bytes = int(self.loaded.weights_bytes)
+        # A lazy forward: only its shape is asked for.
+        self.vocabulary = int(self.model(mx.array([[1]]), cache=list(make_caches(self.model))).shape[-1])
         self.store = self._open_store(self.fingerprint, self.spec, self.scheme)
         self._build_pool()
 
@@ -142,9 +146,9 @@ class EngineLoop:
         if sizes.pages < self.scheme.pages or min(sizes.group_slots, default=1) < 1:
             least = self.weights_bytes + self.workspace + 2 * self.spec.agent_bytes(1024, self.scheme)
             raise ContextTooLarge(
-                f"a memory budget of {self.budget_bytes / MIB:.0f} MiB leaves {left / MIB:.0f} MiB for KV beside "
-                f"{self.weights_bytes / MIB:.0f} MiB of weights and {self.workspace / MIB:.0f} MiB of workspace; "
-                f"give at least {least / MIB:.0f} MiB"
+                f"a memory budget of {self.budget_bytes / MIB:.0f} MiB leaves {left / MIB:.0f} MiB for KV "
+                f"beside {self.weights_bytes / MIB:.0f} MiB of weights and {self.workspace / MIB:.0f} MiB "
+                f"of workspace; give at least {least / MIB:.0f} MiB"
             )
         mx.set_cache_limit(self.workspace // 4)
         mx.clear_cache()
@@ -162,6 +166,39 @@ class EngineLoop:
         self.pool_bytes = sizes.nbytes
         log.info("pool of %.0f MiB: %s, %d pages", sizes.nbytes / MIB, groups, sizes.pages)
 
+    def resize(self, budget_bytes: int) -> Future[None]:
+        """Change the budget. New turns wait until running ones end; then the pool is rebuilt.
+
+        The future raises ``ContextTooLarge`` (and the old budget stays) if nothing would be left for KV.
+        """
+        done: Future[None] = Future()
+        self.post(lambda: self._resizes.append((budget_bytes, done)))
+        return done
+
+    def _resize_now(self) -> None:
+        """With nothing running: save everything, give the pool back, build it at the new size."""
+        budget, done = self._resizes.pop(0)
+        before, self.budget_bytes = self.budget_bytes, budget
+        for key in list(self.memory.tables):
+            self.memory.evict(key)
+        queued, idle = self.scheduler.queue, self.supervisor.idle
+        # The old arrays must be gone before the new ones are allocated: the budget holds in between.
+        del self.arrays, self.batch, self.memory, self.scheduler, self.supervisor, self.pool
+        mx.clear_cache()
+        try:
+            self._build_pool()
+        except ContextTooLarge as error:
+            self.budget_bytes = before
+            self._build_pool()
+            done.set_exception(error)
+        else:
+            mx.reset_peak_memory()
+            self.peak_bytes = 0
+            done.set_result(None)
+        self.scheduler.queue, self.supervisor.idle = [], idle
+        for job in queued:
+            self.submit(job)
+
     def _turn(self) -> None:
         """One turn of the loop."""
         self._drain(block=self.scheduler.idle or self._only_loading())
@@ -169,8 +206,10 @@ class EngineLoop:
             return
         self.step_started = time.monotonic()
         self._expire()
-        for job, plan in self.scheduler.admit():
-            self._guard([job], lambda job=job, plan=plan: self._begin(job, plan))
+        if self._resizes and not self.scheduler.running and not self.memory.loading:
+            self._resize_now()
+        for job, plan in self.scheduler.admit() if not self._resizes else ():
+            self._guard([job], partial(self._begin, job, plan))
         rows = self.scheduler.decoding()
         if rows:
             self._guard(rows, lambda: self._decode(rows))
@@ -214,9 +253,9 @@ class EngineLoop:
             if len(alive) > 1:
                 for job in alive:
                     if job.phase is Phase.DECODE:
-                        self._guard([job], lambda job=job: self._decode([job]))
+                        self._guard([job], partial(self._decode, [job]))
                     else:
-                        self._guard([job], lambda job=job: self._prefill([(job, len(job.remaining))]))
+                        self._guard([job], partial(self._prefill, [(job, len(job.remaining))]))
                 return
             for job in jobs:
                 key = job.key
@@ -272,7 +311,7 @@ class EngineLoop:
             self.memory.after_step(table)
         if not last:
             return
-        for row, job in enumerate(jobs):
+        for job in jobs:
             job.phase = Phase.DECODE
             if logits is None or not job.max_tokens:
                 self._finish(job, "stop")
@@ -409,16 +448,24 @@ class EngineLoop:
             where=where,
         )
 
-    def forget(self, key: Key) -> None:
-        if self.scheduler.active(key):
-            raise EngineFailed(f"{key[0]} is speaking; forget it after its turn")
-        self.memory.cancel(key)
-        if key not in self.memory.loading:
-            self.memory.drop(key)
-        self.supervisor.forget(key)
-        self._unsaved.pop(key, None)
+    def forget_agent(self, agent: str) -> None:
+        """Drop an agent's KV everywhere, under every salt.
+
+        Raises:
+            EngineFailed: it is speaking now.
+        """
+        keys = [key for key in self.memory.tables if key[0] == agent]
+        for key in keys:
+            if self.scheduler.active(key):
+                raise EngineFailed(f"{agent} is speaking; forget it after its turn")
+        for key in keys:
+            self.memory.cancel(key)
+            if key not in self.memory.loading:
+                self.memory.drop(key)
+            self.supervisor.forget(key)
+            self._unsaved.pop(key, None)
         if self.store is not None:
-            self.store.forget(key[0], key[1])
+            self.store.forget(agent)
 
     def stats(self) -> EngineStats:
         page_bytes = self.spec.page_bytes
@@ -447,7 +494,7 @@ class EngineLoop:
             pid=os.getpid(),
             budget_bytes=self.budget_bytes,
             used_bytes=mx.get_active_memory() + mx.get_cache_memory(),
-            peak_bytes=max(self.peak_bytes, mx.get_active_memory()),
+            peak_bytes=max(self.peak_bytes, mx.get_peak_memory()),
             weights_bytes=self.weights_bytes,
             pool_bytes=self.pool_bytes,
             pool_used_bytes=used,

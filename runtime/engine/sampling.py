@@ -87,13 +87,13 @@ class Sampler:
         p = self.params
         logits = self.penalised(logits.astype(mx.float32), history)
         if p.temperature == 0:
-            return int(mx.argmax(logits).item())
+            return int(mx.argmax(logits))
         logits = filtered(logits / p.temperature, p)
         # One stream of keys a row. Made here, on the thread that owns MLX.
         if self._key is None:
             self._key = mx.random.key(self.seed)
         self._key, key = mx.random.split(self._key)
-        return int(mx.random.categorical(logits, key=key).item())
+        return int(mx.random.categorical(logits, key=key))
 
 
 def filtered(logits: mx.array, p: SamplingParams) -> mx.array:

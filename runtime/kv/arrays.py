@@ -75,7 +75,8 @@ class PoolArrays:
             arrays[layout.name.split(".", 2)[2]] = array
             if self.host:
                 view = np.array(array, copy=False)
-                assert view.flags.c_contiguous and view.flags.writeable
+                assert view.flags.c_contiguous, layout
+                assert view.flags.writeable, layout
                 self._views[id(array)] = view
         return arrays
 

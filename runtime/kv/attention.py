@@ -185,13 +185,15 @@ def block_outputs(arrays: PoolArrays, layer: LayerSpec, index: FlatIndex, p: mx.
         if scheme.key_bits is None:
             return p @ from_bits(arrays.take(pool["k.raw"], index.slots))[..., :width].astype(p.dtype)
         packed, scales, biases = (arrays.take(pool[f"k.{part}"], index.slots)[:, :, :width] for part in PARTS)
-        transpose, group, bits = True, GROUP, scheme.key_bits
+        transpose, bits = True, scheme.key_bits
+        group: int | None = GROUP
     else:
-        bits = value_bits(layer, scheme)
-        if bits is None:
+        value = value_bits(layer, scheme)
+        if value is None:
             return p @ from_bits(arrays.take(pool["v.raw"], index.slots)).astype(p.dtype)
         packed, scales, biases = (arrays.take(pool[f"v.{part}"], index.slots) for part in PARTS)
-        transpose, group = False, value_group(layer.value_width, scheme.value_group)
+        transpose, bits = False, value
+        group = value_group(layer.value_width, scheme.value_group)
     return mx.quantized_matmul(
         p,
         packed,
@@ -241,7 +243,7 @@ def prefill(
     start, past_keys, past_values = history(arrays, layer, table, group, queries.dtype)
     if past_keys is not None:
         keys = mx.concatenate([past_keys, keys], axis=2)
-        if layer.kind != "latent":
+        if past_values is not None:
             values = mx.concatenate([past_values, values], axis=2)
     if layer.kind == "latent":
         values = keys[..., : layer.value_width]
@@ -299,8 +301,8 @@ def dequantise_blocks(
 
     def unpack(name: str, bits: int, group: int) -> mx.array:
         packed, scales, biases = (arrays.take(pool[f"{name}.{part}"], slots) for part in PARTS)
-        wide = [from_bits(x).astype(dtype) for x in (scales, biases)]
-        return mx.dequantize(packed, *wide, group_size=group, bits=bits)
+        scales, biases = (from_bits(x).astype(dtype) for x in (scales, biases))
+        return mx.dequantize(packed, scales, biases, group_size=group, bits=bits)
 
     def flat(x: mx.array) -> mx.array:
         return x.swapaxes(0, 1).reshape(layer.heads, -1, x.shape[-1])

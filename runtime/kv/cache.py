@@ -19,6 +19,7 @@ from .arrays import PoolArrays, to_bits
 from .pool import BlockPool
 from .scheme import BLOCK, GROUP
 from .spec import LayerSpec, value_bits, value_group
+from .state import StateView
 from .table import ABSENT, AgentTable
 
 
@@ -98,8 +99,6 @@ class Step:
 
     def _cache(self, layer: LayerSpec) -> Any:
         if layer.kind == "state":
-            from .state import StateView  # only hybrid models need it
-
             return StateView(self, layer)
         return BatchQuantizedKVCache(self, layer)
 

@@ -24,6 +24,7 @@ from .arrays import PoolArrays
 from .pool import BlockPool
 from .scheme import BLOCK, GROUP, KVScheme
 from .spec import ModelCacheSpec
+from .state import RecurrentState
 from .table import ABSENT, AgentTable, Ids, common_prefix
 
 Key = tuple[str, str]
@@ -407,8 +408,6 @@ class KVMemory:
                 for at, page in enumerate(table.pages):
                     self.arrays.put_page(page, [tensor[at] for tensor in saved])
             for layer in self.spec.state_layers:
-                from .state import RecurrentState
-
                 prefix = f"layers.{layer.index}.state."
                 parts = {n.removeprefix(prefix): a for n, a in tail.arrays.items() if n.startswith(prefix)}
                 table.state[layer.index] = RecurrentState.restore(parts)

@@ -101,7 +101,7 @@ def derive(model: nn.Module) -> ModelCacheSpec:
     layers = []
     for index, cache in enumerate(recorders):
         if not isinstance(cache, Recorder):
-            layers.append(LayerSpec(index, "state"))
+            layers.append(LayerSpec(index, "state", arrays=len(cache.cache)))
             continue
         if cache.calls != 1:
             raise ModelError(

@@ -28,6 +28,7 @@ class LayerSpec:
         kind: ``full``, ``window``, ``latent`` (keys only, values are their first channels) or ``state``.
         heads: KV heads. key_width, value_width: channels per head.
         window: tokens a window layer sees, itself included.
+        arrays: arrays a ``state`` layer keeps.
     """
 
     index: int
@@ -36,6 +37,7 @@ class LayerSpec:
     key_width: int = 0
     value_width: int = 0
     window: int | None = None
+    arrays: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def block_tensors(layer: LayerSpec, scheme: LayerScheme) -> list[TensorLayout]:
     prefix = f"layers.{layer.index}"
     heads = layer.heads
     tensors: list[TensorLayout] = []
-    bits = scheme.key_bits
+    bits: int | None = scheme.key_bits
     if bits is None:
         tensors.append(TensorLayout(f"{prefix}.k.raw", "BF16", (heads, BLOCK, layer.key_width)))
     else:
