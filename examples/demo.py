@@ -1,0 +1,193 @@
+"""The demo: the village, with memory for three of its eight, killed in the middle and going on.
+
+    make demo                                  # or: python -m examples.demo
+
+Starts ``examples/village.py`` as a process of its own and watches it from outside, over the bus. In the
+middle of a day it kills that process with SIGKILL, starts it again and lets it finish. Then it visits:
+every villager is asked something with their memory on disk (warm) and with it dropped (cold), to compare
+the two on the same histories. The last line is one JSON object; every number in it was counted or
+measured in this run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import anyio
+import anyio.abc
+from rich.console import Console
+
+from examples.village import TRADES, TURNS, Report, Turn
+from examples.watch import Board, Tally, compare
+from offbook.actors.lm import ENGINE_ADDRESS, EngineStats, Forget, Stats
+from offbook.bus import Bus, connect
+from offbook.bus.errors import OffbookError
+
+QUESTION = "What worries you most today?"
+
+BUDGET = "900 MiB"
+"""Weights of the embedded model at 32 bits (0.5 GiB), workspace, and about three villagers' caches."""
+
+
+class VillageDied(RuntimeError):
+    """The village's process ended when it should not have."""
+
+
+async def start_village(days: int, memory: str, log: Path) -> anyio.abc.Process:
+    """The village in its own process and process group, so that a kill hits it and nothing else."""
+    command = [sys.executable, "-m", "examples.village", f"--days={days}", f"--memory={memory}", "--stay"]
+    with log.open("ab") as out:
+        return await anyio.open_process(
+            command, stdin=None, stdout=out, stderr=out, start_new_session=True, cwd=Path(__file__).parents[1]
+        )
+
+
+class Demo:
+    """One run: the process, the bus, and what was seen."""
+
+    def __init__(self, bus: Bus, days: int, memory: str, log: Path, board: Board) -> None:
+        self.bus = bus
+        self.days = days
+        self.memory = memory
+        self.log = log
+        self.board = board
+        self.tally = Tally()
+        self.process: anyio.abc.Process | None = None
+        self._news = anyio.Event()
+
+    async def watch_turns(self) -> None:
+        """Every turn, in order, from the first: a subscription goes on where it was after a kill."""
+        async with self.bus.subscribe(TURNS, after=0) as events:
+            async for event in events:
+                self.tally.add(event.decode(Turn))
+                self.board.show(self.tally)
+                news, self._news = self._news, anyio.Event()
+                news.set()
+
+    async def watch_memory(self) -> None:
+        """The engine's own account of its memory, twice a second, over all its lives."""
+        while True:
+            try:
+                stats = await self.bus.ask(ENGINE_ADDRESS, Stats(), timeout=5, returns=EngineStats)
+            except OffbookError:
+                pass  # no engine at this moment: it is loading, or was killed
+            else:
+                self.tally.saw(stats)
+                self.board.show(self.tally)
+            await anyio.sleep(0.5)
+
+    async def until(self, turns: int) -> None:
+        """Wait until so many turns were seen. Raises ``VillageDied`` if their process ends before."""
+        assert self.process is not None
+        while len(self.tally.turns) < turns:
+            if self.process.returncode is not None:
+                lines = self.log.read_text(errors="replace").splitlines()[-12:]
+                raise VillageDied(
+                    "the village ended, code {}:\n{}".format(self.process.returncode, "\n".join(lines))
+                )
+            with anyio.move_on_after(0.5):
+                await self._news.wait()
+
+    async def start(self) -> None:
+        self.process = await start_village(self.days, self.memory, self.log)
+
+    async def kill(self) -> None:
+        assert self.process is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        await self.process.wait()
+        self.tally.killed()
+
+    async def stop(self) -> int:
+        """End the village in order; returns its exit code."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        with anyio.move_on_after(30):
+            await self.process.wait()
+        if self.process.returncode is None:
+            self.process.kill()
+        return await self.process.wait()
+
+    async def visit(self, *, cold: bool) -> None:
+        """Ask every villager, one after another, so that times are not spent waiting for each other."""
+        for name in TRADES:
+            if cold:
+                await self.bus.ask(ENGINE_ADDRESS, Forget(agent=f"villager/{name}"), timeout=30)
+            seen = len(self.tally.turns)
+            body = {"type": "Ask", "question": QUESTION}
+            async with self.bus.stream(f"villager/{name}", body, timeout=120) as reply:
+                await reply.final()
+            await self.until(seen + 1)
+
+    async def reports(self) -> dict[str, list[int]]:
+        """From each villager's durable state: which days' news they heard."""
+        found = {}
+        for name in TRADES:
+            report = await self.bus.ask(f"villager/{name}", Report(), timeout=60)
+            found[name] = report["days"]
+        return found
+
+
+async def run(days: int, memory: str, home: Path, console: Console) -> dict[str, object]:
+    """The whole demo, in an empty ``home``; returns the JSON object of its last line."""
+    started = time.monotonic()
+    per_day = len(TRADES)
+    with Board(console) as board:
+        board.say(f"{per_day} villagers, {days} days of news, {memory} for weights and memory together")
+        process = await start_village(days, memory, home / "village.log")
+        async with connect("village", timeout=120) as bus, anyio.create_task_group() as tasks:
+            demo = Demo(bus, days, memory, home / "village.log", board)
+            demo.process = process
+            try:
+                tasks.start_soon(demo.watch_turns)
+                tasks.start_soon(demo.watch_memory)
+
+                # In the middle of a day, with several villagers in the middle of a sentence.
+                await demo.until(days // 2 * per_day + 3)
+                await demo.kill()
+                board.say(f"killed process {process.pid} with SIGKILL; starting it again")
+                await demo.start()
+                await demo.until(days * per_day)
+
+                board.say(f"a visitor asks everyone: {QUESTION!r} (warm, then cold, then warm)")
+                demo.tally.compare_from_here()
+                await demo.visit(cold=False)
+                await demo.visit(cold=True)
+                await demo.visit(cold=False)
+                heard = await demo.reports()
+                code = await demo.stop()
+                if code != 0:
+                    raise VillageDied(f"the village ended with code {code}; see {demo.log}")
+            finally:
+                if demo.process is not None and demo.process.returncode is None:
+                    demo.process.kill()
+                tasks.cancel_scope.cancel()
+    result = demo.tally.result(heard, days)
+    compare(console, demo.tally, result, time.monotonic() - started)
+    return result
+
+
+def main() -> None:
+    """Parse, run, print the JSON line; exit 1 if something was lost or repeated."""
+    parser = argparse.ArgumentParser(description="The village demo; see the top of examples/demo.py.")
+    parser.add_argument("--days", type=int, default=4)
+    parser.add_argument("--memory", default=BUDGET, help="memory budget of the engine")
+    parser.add_argument("--home", type=Path, default=Path("out/demo").absolute(), help="emptied at the start")
+    options = parser.parse_args()
+    shutil.rmtree(options.home, ignore_errors=True)
+    options.home.mkdir(parents=True)
+    os.environ["OFFBOOK_HOME"] = str(options.home)  # the village's process inherits it; connect() looks there
+    result = anyio.run(run, options.days, options.memory, options.home, Console())
+    print(json.dumps(result), flush=True)
+    if result["lost"] or result["repeated"] or not result["resumed"]:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
