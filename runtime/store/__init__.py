@@ -1,5 +1,6 @@
 """KV memory on disk: checksummed block files, agents' tails, and the index over them. No MLX in here."""
 
+from .audit import Fault, VerifyReport
 from .blocks import Destinations
 from .hashing import block_hash, chain, chain_at, root_hash
 from .inventory import AgentRecord, StoreStats
@@ -23,6 +24,7 @@ from .results import (
     TailResult,
 )
 from .store import BlockStore
+from .transfer import Exported, ExportResult, Imported, ImportResult
 
 __all__ = [
     "BLOCK_TOKENS",
@@ -32,8 +34,13 @@ __all__ = [
     "Busy",
     "Corrupt",
     "Destinations",
+    "ExportResult",
+    "Exported",
     "Failed",
+    "Fault",
     "Full",
+    "ImportResult",
+    "Imported",
     "LoadResult",
     "Loaded",
     "Missing",
@@ -50,6 +57,7 @@ __all__ = [
     "TailLoaded",
     "TailResult",
     "TensorSpec",
+    "VerifyReport",
     "block_hash",
     "chain",
     "chain_at",

@@ -133,15 +133,18 @@ def parse_header(raw: bytes | bytearray) -> Header:
     return Header(metadata, tuple(specs), checksums, seal, len(raw))
 
 
-def read_header(fd: int) -> Header:
-    """Read and prove the header of an open file, and that the file has the size it says."""
-    os.lseek(fd, 0, os.SEEK_SET)
-    size = os.fstat(fd).st_size
+def read_header(fd: int, at: int = 0, size: int | None = None) -> Header:
+    """Read and prove the header of an open file, and that the file has the size it says.
+
+    ``at`` and ``size``: where it lies in a larger file. Raises CorruptFile, OSError.
+    """
+    os.lseek(fd, at, os.SEEK_SET)
+    size = os.fstat(fd).st_size if size is None else size
     length = int.from_bytes(os.read(fd, 8), "little")
     if size < 8 or not 2 <= length <= min(MAX_HEADER, size - 8):
         raise CorruptFile(f"no header: {size} bytes, header length {length}")
     raw = bytearray(8 + length)
-    os.lseek(fd, 0, os.SEEK_SET)
+    os.lseek(fd, at, os.SEEK_SET)
     read_into(fd, [raw])
     header = parse_header(raw)
     if header.file_bytes != size:
@@ -188,10 +191,10 @@ def _after(buffers: Sequence[Any], done: int) -> list[memoryview]:
     return rest
 
 
-def read_arrays(fd: int, header: Header) -> dict[str, Array]:
-    """Read all tensors of an open file into new arrays and verify them."""
+def read_arrays(fd: int, header: Header, at: int = 0) -> dict[str, Array]:
+    """Read all tensors of an open file (which begins at ``at``) into new arrays and verify them."""
     arrays = [spec.empty() for spec in header.tensors]
-    os.lseek(fd, header.size, os.SEEK_SET)
+    os.lseek(fd, at + header.size, os.SEEK_SET)
     read_into(fd, [array for array in arrays if array.nbytes])
     if digests(arrays) != header.checksums:
         bad = [

@@ -22,8 +22,11 @@ from .writer import new_future
 class FilePut(ABC):
     """The stages common to both: room, temporary file, rename, and what to do when one of them fails."""
 
-    def __init__(self, state: State, key: bytes | None, agent: str, salt: str, nbytes: int) -> None:
+    def __init__(
+        self, state: State, fingerprint: str, key: bytes | None, agent: str, salt: str, nbytes: int
+    ) -> None:
         self.state = state
+        self.fingerprint = fingerprint
         self.key = key
         self.agent = agent
         self.salt = salt
@@ -116,8 +119,8 @@ class BlockPut(FilePut):
         agent: str | None,
         salt: str,
     ) -> None:
-        key = agent_key(state.fingerprint, salt, agent) if agent is not None else None
-        super().__init__(state, key, agent or "", salt, fmt.file_bytes)
+        key = agent_key(fmt.fingerprint, salt, agent) if agent is not None else None
+        super().__init__(state, fmt.fingerprint, key, agent or "", salt, fmt.file_bytes)
         self.name = name
         self.owners: dict[bytes, tuple[str, str]] = {key: (agent or "", salt)} if key is not None else {}
         self._format = fmt
@@ -141,7 +144,7 @@ class BlockPut(FilePut):
         return [self.header, *self._arrays]
 
     def enter(self) -> Stored:
-        entry = BlockEntry(self.state.fingerprint, self.nbytes, read_seal(self.header))
+        entry = BlockEntry(self.fingerprint, self.nbytes, read_seal(self.header))
         self.state.index.add_block(self.name, entry)
         self._claim()
         self.state.count("blocks_written")
@@ -154,19 +157,19 @@ class BlockPut(FilePut):
 
     def _claim(self) -> None:
         for key, (agent, salt) in self.owners.items():
-            self.state.index.agent(key, agent, salt, self.state.fingerprint, self.state.clock())
+            self.state.index.agent(key, agent, salt, self.fingerprint, self.state.clock())
             self.state.index.claim(key, [self.name])
 
 
 class TailPut(FilePut):
     """Saves an agent's tail and gives up its oldest ones beyond ``keep``."""
 
-    def __init__(self, state: State, agent: str, salt: str, tail: Tail, keep: int) -> None:
+    def __init__(self, state: State, fingerprint: str, agent: str, salt: str, tail: Tail, keep: int) -> None:
         self.tail = tail
         self.tokens = tail.tokens
         self._serial = state.next_serial()
-        nbytes = tail_bytes(state.fingerprint, salt, agent, tail, self._serial)
-        super().__init__(state, agent_key(state.fingerprint, salt, agent), agent, salt, nbytes)
+        nbytes = tail_bytes(fingerprint, salt, agent, tail, self._serial)
+        super().__init__(state, fingerprint, agent_key(fingerprint, salt, agent), agent, salt, nbytes)
         self._keep = keep
 
     def path(self) -> str:
@@ -186,7 +189,7 @@ class TailPut(FilePut):
         entry = TailEntry(
             self.tokens, self.tail.chain, self._serial, self.nbytes, read_seal(self.header), blocks
         )
-        index.agent(self.key, self.agent, self.salt, state.fingerprint, state.clock())
+        index.agent(self.key, self.agent, self.salt, self.fingerprint, state.clock())
         for old in index.add_tail(self.key, entry, self._keep):
             state.disk.discard(state.paths.tail(self.key, old.tokens, old.serial))
         state.count("tails_written")

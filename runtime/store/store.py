@@ -21,6 +21,7 @@ from typing import Any, Self
 import numpy as np
 
 from . import hashing, retention
+from .audit import VerifyReport, verify
 from .blocks import BlockFormat, Destinations
 from .disk import Disk
 from .hashing import TokenIds
@@ -42,6 +43,7 @@ from .results import (
 from .saving import BlockPut, TailPut
 from .state import State
 from .tails import agent_key, check_tail
+from .transfer import ExportResult, ImportResult, export_agent, import_agent
 from .writer import Writer
 
 log = logging.getLogger(__name__)
@@ -255,7 +257,9 @@ class BlockStore:
             name: array if not copy and array.flags.c_contiguous else np.array(array, order="C")
             for name, array in tail.arrays.items()
         }
-        put = TailPut(self._state, agent, salt, replace(tail, arrays=arrays), self._snapshots)
+        put = TailPut(
+            self._state, self.fingerprint, agent, salt, replace(tail, arrays=arrays), self._snapshots
+        )
         if self._writer.offer(put):
             return put.future
         return _done(Failed("the store is closed") if self._closed else Busy("the write queue is full"))
@@ -339,7 +343,7 @@ class BlockStore:
 
         return self._writer.call(act)
 
-    def list(self) -> list[AgentRecord]:
+    def agents(self) -> list[AgentRecord]:
         """Every agent's memory in the folder, other models' included, the latest used first."""
         return agent_records(self._state)
 
@@ -356,6 +360,50 @@ class BlockStore:
     def stats(self) -> StoreStats:
         """Counters and sizes, from memory."""
         return store_stats(self._state, self._writer, self._loader)
+
+    def verify(self, *, quarantine: bool = False) -> VerifyReport:
+        """Read every file in the folder, of all models, and report what is wrong. Takes its time; waits.
+
+        With ``quarantine`` bad files go to quarantine as they would at a load, else nothing is changed.
+        """
+        return verify(self._state, quarantine=quarantine and self._state.may_write)
+
+    def export_agent(
+        self,
+        agent: str,
+        path: str | os.PathLike[str],
+        ids: TokenIds,
+        *,
+        salt: str = "",
+        fingerprint: str | None = None,
+    ) -> ExportResult:
+        """Write an agent's transcript, blocks and tail to one checksummed file. Waits.
+
+        Args:
+            ids: the transcript; only blocks and a tail that belong to it are taken.
+            fingerprint: of which model; None takes the one the agent used last.
+        """
+        raw = _checked(hashing.ids_bytes, ids)
+        self.flush()
+        return export_agent(self._state, os.fspath(path), agent, salt, raw, fingerprint)
+
+    def import_agent(self, path: str | os.PathLike[str], *, agent: str | None = None) -> ImportResult:
+        """Save what an exported file holds, under its own agent id or ``agent``. Waits.
+
+        The result carries the transcript, which the caller enters in its journal.
+        """
+        if self._closed:
+            return Failed("the store is closed")
+        return import_agent(self._state, self._writer, os.fspath(path), agent, self._snapshots)
+
+    @classmethod
+    def for_tools(cls, root: str | os.PathLike[str], *, read_only: bool = True, **options: Any) -> Self:
+        """Open a folder without knowing its models: to list, verify, collect, forget, export or import.
+
+        Read-only it may be used beside a running engine.
+        """
+        layout = [TensorSpec("none", "U8", (1,))]  # Never written: a tool puts no blocks of its own.
+        return cls(root, fingerprint="", layout=layout, read_only=read_only, **options)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything put before is on disk (or refused). False if the time ran out."""

@@ -155,7 +155,7 @@ def test_any_agent_id_is_safe_on_disk(kit, open_store, tmp_path, agent):
     store = open_store()
     kit.save(store, agent, 300)
     assert kit.check(store, agent, 300) == (1, True)
-    assert [r.agent for r in store.list()] == [agent]
+    assert [r.agent for r in store.agents()] == [agent]
     assert {p.name for p in tmp_path.iterdir()} == {"kv"}
     store.close()
     assert kit.check(open_store(), agent, 300) == (1, True)
@@ -182,7 +182,7 @@ def test_forgetting_spares_what_others_own(kit, open_store):
     assert all(store.has(name) for name in store.chain(shared))
     store.forget("bob").result()
     assert store.stats().blocks == 0
-    assert [r.agent for r in store.list()] == []
+    assert [r.agent for r in store.agents()] == []
 
 
 def test_forgetting_covers_all_models_and_salts(kit, open_store):
