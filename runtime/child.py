@@ -77,6 +77,11 @@ class EngineChild:
         self._process: anyio.abc.Process | None = None
         self._ending = False
 
+    def reconfigure(self, config: EngineConfig) -> None:
+        """Settings for the next start; the engine that runs now keeps those it has."""
+        self.config = config
+        self._command = engine_command(config)
+
     @property
     def pid(self) -> int | None:
         process = self._process
