@@ -6,6 +6,7 @@ Owns the model, the pool and the loop admit - decode - prefill - emit. Other thr
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import queue
@@ -184,6 +185,7 @@ class EngineLoop:
         queued, idle = self.scheduler.queue, self.supervisor.idle
         # The old arrays must be gone before the new ones are allocated: the budget holds in between.
         del self.arrays, self.batch, self.memory, self.scheduler, self.supervisor, self.pool
+        gc.collect()
         mx.clear_cache()
         try:
             self._build_pool()

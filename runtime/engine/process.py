@@ -129,6 +129,7 @@ def build_loop(config: EngineConfig) -> Any:
     """The step thread's loop for this configuration."""
     import mlx.core as mx
 
+    from ..kv.kernel import NativeAttention, supported
     from ..kv.scheme import KVScheme
     from ..models.load import load
     from ..store.layout import TensorSpec
@@ -157,6 +158,7 @@ def build_loop(config: EngineConfig) -> Any:
         scheme=KVScheme.uniform(config.kv_bits),  # type: ignore[arg-type]
         budget_bytes=config.budget_bytes or default_budget_bytes(),
         host=on_cpu,
+        native=lambda arrays: NativeAttention(arrays) if supported(arrays) else None,
     )
 
 

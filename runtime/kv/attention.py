@@ -30,6 +30,9 @@ from .table import AgentTable
 
 NAME = "scaled_dot_product_attention"
 
+NATIVE_FROM, NATIVE_TO = 2, 96
+"""Lengths of a prefill at which the native kernel beats dequantising for MLX's attention (CPU)."""
+
 
 def install(model: nn.Module) -> list[str]:
     """Route the model's attention through the dispatcher. Returns the modules that were rebound.
@@ -96,12 +99,19 @@ def attend_step(
         if step.native is not None:
             return step.native.decode(cache, queries, keys, values, scale, sinks)  # type: ignore[no-any-return]
         return decode_portable(step, cache.layer, queries, keys, values, scale, sinks)
+    if step.native is not None and NATIVE_FROM <= step.length <= NATIVE_TO:
+        native = [
+            step.native.prefill(cache, row, queries[row], keys[row], values[row], scale, sinks)
+            for row in range(len(step.tables))
+        ]
+        return mx.stack(native)
+    group = step.group_of[cache.layer.index]
     rows = [
         prefill(
             step.arrays,
             cache.layer,
             table,
-            step.group_of[cache.layer.index],
+            group,
             queries[row : row + 1],
             keys[row : row + 1],
             values[row : row + 1],

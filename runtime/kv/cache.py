@@ -138,8 +138,10 @@ class Step:
         for cache in self.caches:
             if not isinstance(cache, BatchQuantizedKVCache):
                 cache.commit()
+        # The views and the step refer to each other; arrays should not wait for the cycle collector.
         for cache in pending:
             cache.pending = None
+        self.caches.clear()
 
     def _commit_decode(self, pending: Sequence[BatchQuantizedKVCache]) -> None:
         places = [table.page_of(table.tokens) for table in self.tables]
@@ -166,15 +168,21 @@ class Step:
         """Quantise the oldest page into the block it belongs to."""
         page = table.pages[0]
         self._open_block(table, table.sealed)
+        if self.native is not None:
+            self.native.seal(table, page)
+        else:
+            self._write_groups(table, table.sealed, 1, self._quantised_page(page))
+        table.pages.pop(0)
+        self.pool.pages.release(page)
+        table.sealed += GROUP
+
+    def _quantised_page(self, page: int) -> dict[int, dict[str, mx.array]]:
         groups = {}
         for layer in self.spec.attention_layers:
             arrays = self.arrays.pages[layer.index]
             tail = [arrays[name][page][:, None] for name in ("tail.k", "tail.v") if name in arrays]
             groups[layer.index] = self._quantise(layer, tail)
-        self._write_groups(table, table.sealed, 1, groups)
-        table.pages.pop(0)
-        self.pool.pages.release(page)
-        table.sealed += GROUP
+        return groups
 
     def _open_block(self, table: AgentTable, position: int) -> None:
         """Take a slot for the block of ``position`` where the table has none yet.
@@ -317,6 +325,8 @@ class BatchQuantizedKVCache:
         That is the same values rounded to bfloat16, so that a token attends to its own KV as later
         tokens will.
         """
+        if self.step.decoding and self.step.native is not None:
+            return keys, values  # the kernel rounds and writes them
         kept = [keys.astype(mx.bfloat16)]
         if self.layer.kind != "latent":
             kept.append(values.astype(mx.bfloat16))

@@ -87,7 +87,8 @@ class StateView(ArraysCache):  # type: ignore[misc]  # mlx-lm has no types
         rows = len(self._step.tables)
         for row, table in enumerate(self._step.tables):
             arrays = tuple(
-                None if a is None else (a if rows == 1 else mx.contiguous(a[row : row + 1])) for a in self.cache
+                None if a is None else (a if rows == 1 else mx.contiguous(a[row : row + 1]))
+                for a in self.cache
             )
             mx.eval([array for array in arrays if array is not None])
             table.state[self._layer.index] = RecurrentState(arrays)
