@@ -1,0 +1,488 @@
+"""A cell: the place of one active actor. Its mailbox, its committed state, one turn at a time.
+
+Owns the order of messages, the life of the instance in memory (activate, roll back, passivate), and the way
+of one message through a turn: try, commit, or what the supervisor decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, Protocol
+
+import anyio
+import msgspec
+
+from offbook.bus.errors import (
+    ActorFailed,
+    ActorStopped,
+    BadMessage,
+    Cancelled,
+    DeadlineExceeded,
+    NoSuchActor,
+    OffbookError,
+    StateNotLoadable,
+    UnknownMessageType,
+)
+
+from . import statements
+from .actor import BORN, TICK, Actor, ActorSpec, make, turn_random, unknown_type
+from .journal import JournalFailed
+from .lm import MemoryRef
+from .memory import AgentMemory
+from .message import decode, encode
+from .records import Inbound, Mode, Outgoing, Snapshot, TurnRecord
+from .statements import TurnLost
+from .supervision import Failure, RestartWindow, Verdict, decide, for_asker
+from .turn import Turn, TurnPort, current_turn
+
+if TYPE_CHECKING:
+    from offbook.bus.delivery import Delivery
+
+log = logging.getLogger("offbook.actors")
+
+_HOPELESS = (BadMessage, UnknownMessageType)
+"""A message that fails like this fails again; it is not retried."""
+
+
+class CellPort(TurnPort, Protocol):
+    """What a cell needs of its host."""
+
+    def started(self, cell: Cell) -> None: ...
+
+    def rested(self, cell: Cell) -> None: ...
+
+    def committed(self, record: TurnRecord, outgoing: list[Outgoing], born: list[Inbound]) -> None: ...
+
+    def failed(self, failure: Failure, exc: BaseException) -> None: ...
+
+    async def room_to_send(self, actor: str) -> None: ...
+
+    def forget(self, actor: str) -> None: ...
+
+    def prefetch(self, memory: MemoryRef) -> None: ...
+
+
+class Cell:
+    """One actor in memory.
+
+    Attributes:
+        mailbox: the messages that wait, the one being handled first.
+        state: ``idle``, ``running``, ``retrying`` (waits before it tries a message again) or ``stopped``.
+        stopped: why the actor was stopped, or empty.
+    """
+
+    def __init__(self, port: CellPort, spec: ActorSpec, actor_id: str) -> None:
+        self.port = port
+        self.spec = spec
+        self.id = actor_id
+        self.mailbox: deque[Inbound] = deque()
+        self.state = "idle"
+        self.stopped = ""
+        self.rested_at = 0.0
+        self.room = anyio.Event()
+        self._seqs: set[int] = set()
+        self._waiting: dict[str, list[Delivery]] = {}
+        self._snapshot: Snapshot | None = None
+        self._memory: AgentMemory | None = None
+        self._actor: Actor | None = None
+        self._new = False
+        self._hinted = False
+        self._window = RestartWindow(spec.supervision)
+
+    # -- the mailbox --------------------------------------------------------------------------------------
+
+    def put(self, message: Inbound, delivery: Delivery | None = None) -> None:
+        """Append a stored message; one that is here already is not added twice."""
+        if delivery is not None:
+            self._waiting.setdefault(message.id, []).append(delivery)
+        if message.seq in self._seqs:
+            return
+        self._seqs.add(message.seq)
+        self.mailbox.append(message)
+        if self.state == "idle":
+            self.state = "running"
+            self.port.started(self)
+
+    def wait_for(self, message_id: str, delivery: Delivery) -> bool:
+        """Let one more asker wait for a message; False if it is not here."""
+        if self.stopped or not any(message.id == message_id for message in self.mailbox):
+            return False
+        self._waiting.setdefault(message_id, []).append(delivery)
+        return True
+
+    @property
+    def tokens(self) -> int:
+        """Length of the transcript, if the memory is loaded."""
+        return self._memory.tokens if self._memory else 0
+
+    @property
+    def asleep(self) -> bool:
+        """Nothing of the actor is in memory."""
+        return self.state == "idle" and self._snapshot is None and not self.mailbox
+
+    async def dismiss(self, error: OffbookError) -> None:
+        """Tell those who wait for answers that none will come now; the messages stay in the journal."""
+        waiting, self._waiting = self._waiting, {}
+        for deliveries in waiting.values():
+            for delivery in deliveries:
+                await delivery.fail(error)
+
+    @property
+    def turns(self) -> int:
+        """Committed turns, if the actor is loaded."""
+        return self._snapshot.turns if self._snapshot else 0
+
+    @property
+    def memory(self) -> AgentMemory | None:
+        """The committed memory, if it is loaded."""
+        return self._memory
+
+    def _leave(self, message: Inbound) -> None:
+        """The message has been dealt with."""
+        if self.mailbox and self.mailbox[0] is message:
+            self.mailbox.popleft()
+        self._seqs.discard(message.seq)
+        self._waiting.pop(message.id, None)
+        self.room.set()
+        self.room = anyio.Event()
+
+    # -- the loop -----------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Handle messages until none waits. The host runs one of these per cell at a time."""
+        self._hinted = False
+        try:
+            while self.mailbox and not self.stopped:
+                self.state = "running"
+                await self._handle(self.mailbox[0])
+        finally:
+            if self.stopped:
+                await self._abandon()
+            self.state = "stopped" if self.stopped else "idle"
+            self.rested_at = time.monotonic()
+            self.port.rested(self)
+
+    async def passivate(self) -> None:
+        """Leave memory; messages that arrive meanwhile wake the actor again. Run by the host."""
+        try:
+            await self.retire()
+            self._snapshot = self._memory = None
+        finally:
+            await self.run()
+
+    async def retire(self) -> None:
+        """Let the instance go."""
+        actor, self._actor = self._actor, None
+        if actor is None or type(actor).on_stop is Actor.on_stop:
+            return
+        object.__setattr__(actor, "_turn", None)
+        try:
+            await actor.on_stop()
+        except Exception as exc:
+            log.error("%s: on_stop failed: %s", self.id, exc, exc_info=exc)
+
+    async def _handle(self, message: Inbound) -> None:
+        """One message, until it is committed, given up, or nobody wants it any more."""
+        policy = self.spec.supervision
+        while True:
+            gone = self._unwanted(message)
+            if gone is not None:
+                await self.port.journal.do("drop", lambda db: statements.drop(db, message))
+                await self._fail(message, gone)
+                return
+            if not message.counted:
+                message.tries += 1
+                if message.tries > policy.max_tries:
+                    text = f"gave up after {policy.max_tries} tries that ended with the process or an error"
+                    await self._bury(message, ActorFailed(f"{self.id}: {text}", actor=self.id), text)
+                    return
+                await self.port.journal.do("try", lambda db: statements.begin_try(db, message, message.tries))
+            message.counted = False
+            await self.port.room_to_send(self.id)
+            error = await self._try(message)
+            if error is None or self.stopped:
+                return
+            if not await self._failed(message, error):
+                return
+
+    def _unwanted(self, message: Inbound) -> OffbookError | None:
+        if message.mode is not Mode.ASK:
+            return None
+        waiting = self._waiting.get(message.id)
+        if waiting and all(one.cancelled.is_set() for one in waiting):
+            return Cancelled(f"the question to {self.id} was cancelled")
+        if message.deadline and message.deadline <= time.time():
+            return DeadlineExceeded(f"{self.id} did not come to this question before its deadline")
+        return None
+
+    async def _failed(self, message: Inbound, error: BaseException) -> bool:
+        """Decide about a failed try; True to try again."""
+        policy = self.spec.supervision
+        await self.retire()
+        if isinstance(error, TurnLost):
+            self._leave(message)
+            return False
+        cancelled = isinstance(error, Cancelled) or (
+            isinstance(error, DeadlineExceeded) and self._unwanted(message) is not None
+        )
+        if cancelled and message.mode is Mode.ASK:
+            await self.port.journal.do("drop", lambda db: statements.drop(db, message))
+            await self._fail(
+                message, for_asker(self.id, error) if not isinstance(error, Cancelled) else error
+            )
+            return False
+        verdict = decide(policy, is_ask=message.mode is Mode.ASK, tries=message.tries)
+        if isinstance(error, _HOPELESS) and verdict is Verdict.RETRY:
+            verdict = Verdict.DEAD_LETTER
+        text = f"{type(error).__name__}: {error}"
+        self.port.failed(
+            Failure(self.id, message.id, message.type, text, message.tries, verdict.value), error
+        )
+        if verdict is Verdict.REPORT:
+            await self.port.journal.do("drop", lambda db: statements.drop(db, message))
+            await self._fail(message, for_asker(self.id, error))
+        elif verdict is Verdict.DEAD_LETTER:
+            await self._bury(message, for_asker(self.id, error), text)
+        if not self._window.restart():
+            self._stop(f"more than {policy.intensity} failures within {policy.period:.0f} s", message)
+            return False
+        if verdict is Verdict.RETRY:
+            self.state = "retrying"
+            await anyio.sleep(policy.delay(message.tries))
+            self.state = "running"
+            return True
+        return False
+
+    def _stop(self, reason: str, message: Inbound) -> None:
+        self.stopped = reason
+        stopped = ActorStopped(f"{self.id} was stopped: {reason}", actor=self.id)
+        self.port.failed(Failure(self.id, message.id, message.type, reason, message.tries, "stop"), stopped)
+
+    async def _abandon(self) -> None:
+        """Nothing more is handled: tell those who wait. The messages stay in the journal."""
+        await self.retire()
+        error = ActorStopped(f"{self.id} was stopped: {self.stopped}", actor=self.id)
+        while self.mailbox:
+            await self._fail(self.mailbox[0], error)
+
+    async def _bury(self, message: Inbound, error: OffbookError, reason: str) -> None:
+        await self.port.journal.do("bury", lambda db: statements.bury(db, message, reason, time.time()))
+        await self._fail(message, error)
+
+    async def _fail(self, message: Inbound, error: OffbookError) -> None:
+        waiting = self._waiting.get(message.id, [])
+        self._leave(message)
+        for delivery in waiting:
+            await delivery.fail(error)
+
+    # -- one try ------------------------------------------------------------------------------------------
+
+    async def _try(self, message: Inbound) -> BaseException | None:
+        """Run one turn; None if it committed (or the actor was stopped), else the error."""
+        try:
+            await self._activate()
+        except (StateNotLoadable, NoSuchActor) as exc:
+            self.stopped = exc.message
+            self.port.failed(
+                Failure(self.id, message.id, message.type, exc.message, message.tries, "stop"), exc
+            )
+            await self._fail(message, exc)
+            return None
+        except JournalFailed as exc:
+            return exc
+        actor = self._actor
+        assert actor is not None
+        self._hint(actor)
+        calls = {}
+        if message.tries > 1:
+            calls = await self.port.journal.do("calls", lambda db: statements.get_calls(db, message))
+
+        async def progress(piece: Any) -> None:
+            body = encode(piece)
+            for delivery in self._waiting.get(message.id, ()):
+                await delivery.progress(body)
+
+        turn = Turn(
+            self.port,
+            message,
+            random=turn_random(self.port.clock.seed, self.id, message.id),
+            memory=self._memory.copy() if self._memory is not None else None,
+            calls=calls,
+            progress=progress,
+        )
+        object.__setattr__(actor, "_turn", turn)
+        result, error = await self._guarded(actor, turn)
+        object.__setattr__(actor, "_turn", None)
+        if error is None:
+            try:
+                with anyio.CancelScope(shield=True):  # what the journal takes, the asker is told
+                    await self._commit(actor, turn, result)
+            except Exception as exc:
+                error = exc
+        return error
+
+    async def _guarded(self, actor: Actor, turn: Turn) -> tuple[Any, BaseException | None]:
+        """Run the handler within its deadline, and only as long as someone waits."""
+        message = turn.message
+        result: Any = None
+        error: BaseException | None = None
+        token = current_turn.set(turn)
+        scope = anyio.CancelScope()
+        if message.mode is Mode.ASK and message.deadline:
+            scope.deadline = anyio.current_time() + message.deadline - time.time()
+        try:
+            with scope:
+                async with anyio.create_task_group() as tasks:
+                    turn.tasks = tasks
+                    if message.id in self._waiting:
+                        tasks.start_soon(self._watch, message, scope)
+                    try:
+                        result = await self._dispatch(actor, turn)
+                    except (Exception, SystemExit) as exc:
+                        error = exc
+                    finally:
+                        turn.closed = True
+                    tasks.cancel_scope.cancel()
+        except (Exception, BaseExceptionGroup) as exc:  # a task that the handler left behind
+            error = error or exc
+        finally:
+            current_turn.reset(token)
+        if scope.cancelled_caught and error is None:
+            error = self._unwanted(message) or Cancelled(f"the turn of {self.id} was cancelled")
+        return result, error
+
+    async def _watch(self, message: Inbound, scope: anyio.CancelScope) -> None:
+        """Cancel the turn once every asker has gone."""
+        while True:
+            pending = [one for one in self._waiting.get(message.id, ()) if not one.cancelled.is_set()]
+            if not pending:
+                scope.cancel()
+                return
+            await pending[0].cancelled.wait()
+
+    async def _activate(self) -> None:
+        """Bring the actor into memory."""
+        if self._actor is not None:
+            return
+        if self._snapshot is None:
+            self._snapshot = await self.port.journal.do("load", lambda db: statements.load(db, self.id))
+            if self._snapshot is None:
+                raise NoSuchActor(f"there is no {self.id}", actor=self.id)
+            if hasattr(self.spec.cls, "persona"):
+                self._memory = AgentMemory.load(self._snapshot.memory, self._snapshot.segments)
+        state = self.spec.schema.load(self._snapshot.state, self._snapshot.version, self.id)
+        self._actor = make(self.spec, self.id, self._snapshot.turns, state)
+        self._new = True
+
+    async def _dispatch(self, actor: Actor, turn: Turn) -> Any:
+        """Call what the message asks for."""
+        message = turn.message
+        if self._new:
+            self._add_missing_ticks(turn)
+            await actor.on_start()
+        if message.type == BORN:
+            return await actor.on_spawn()
+        if message.type == TICK and message.mode is Mode.TIMER:
+            name = msgspec.msgpack.decode(message.body, type=str)
+            if name not in self.spec.ticks:
+                turn.cancel(f"@{name}")  # the class has no such method any more
+                return None
+            return await getattr(actor, name)()
+        handler = self.spec.handlers.get(message.type)
+        if handler is None:
+            raise UnknownMessageType(unknown_type(self.spec, message.type), type=message.type)
+        return await getattr(actor, handler.name)(decode(message.body, handler.message, tag=message.type))
+
+    def _hint(self, actor: Actor) -> None:
+        """Let the engine load an agent's memory while its handler gets going."""
+        hinted, self._hinted = self._hinted, True
+        memory = self._memory
+        if hinted or memory is None or not memory.tokens:
+            return
+        self.port.prefetch(
+            MemoryRef(
+                agent=self.id,
+                salt=memory.record.salt,
+                system=getattr(actor, "persona", str)() or None,
+                transcript=memory.transcript,
+            )
+        )
+
+    def _add_missing_ticks(self, turn: Turn) -> None:
+        assert self._snapshot is not None
+        for name, period in self.spec.ticks.items():
+            if f"@{name}" not in self._snapshot.ticks:
+                timer = statements.tick_timer(self.id, name, period, turn.now())
+                turn.timers[timer.name] = timer
+
+    # -- the commit ---------------------------------------------------------------------------------------
+
+    async def _commit(self, actor: Actor, turn: Turn, result: Any) -> None:
+        """Write the turn, then let its effects out."""
+        snapshot, message = self._snapshot, turn.message
+        assert snapshot is not None
+        raw, state = self.spec.schema.dump(self.spec.schema.capture(actor))
+        unchanged = raw == snapshot.state and snapshot.version == self.spec.schema.version
+        memory, growth = turn.memory.changes() if turn.memory is not None else (None, None)
+        record = TurnRecord(
+            actor=self.id,
+            kind=self.spec.kind,
+            message=message,
+            turn=snapshot.turns + 1,
+            version=self.spec.schema.version,
+            state=None if unchanged else raw,
+            memory=memory,
+            growth=growth,
+            reply=self._reply(message, result),
+            outbox=turn.outbox,
+            timers=list(turn.timers.values()),
+            cancelled=sorted(turn.cancelled),
+            subscribed=[topic for topic, wanted in turn.subscriptions.items() if wanted],
+            unsubscribed=[topic for topic, wanted in turn.subscriptions.items() if not wanted],
+            forks=turn.forks,
+        )
+        clock_now = self.port.clock.now()
+        outgoing, born = await self.port.journal.do(
+            "turn", lambda db: statements.commit(db, record, clock_now, time.time())
+        )
+        self._snapshot = Snapshot(
+            self.id,
+            self.spec.kind,
+            self.spec.schema.version,
+            raw,
+            record.turn,
+            None,
+            (),
+            snapshot.ticks | {f"@{name}" for name in self.spec.ticks},
+        )
+        if turn.memory is not None:
+            self._memory = turn.memory.copy()
+        self._new = False
+        # The next turn sees what a restart would see.
+        self.spec.schema.install(actor, state)
+        object.__setattr__(actor, "_turns", record.turn)
+        waiting = self._waiting.get(message.id, [])
+        self._leave(message)
+        self.port.committed(record, outgoing, born)
+        if turn.forgotten:
+            self.port.forget(self.id)
+        for delivery in waiting:
+            await delivery.reply(record.reply or b"\xc0")
+
+    def _reply(self, message: Inbound, result: Any) -> bytes | None:
+        """The encoded answer, checked against the type that the request declares."""
+        if message.mode is not Mode.ASK:
+            return None
+        body = encode(result)
+        handler = self.spec.handlers[message.type]
+        if handler.reply is not Any:
+            try:
+                decode(body, handler.reply)
+            except BadMessage as exc:
+                raise TypeError(
+                    f"{self.spec.cls.__name__}.{handler.name} must answer with {handler.reply}, "
+                    f"not {type(result).__name__}: {exc.message}"
+                ) from exc
+        return body

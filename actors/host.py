@@ -1,0 +1,622 @@
+"""The host: a process's actors, and everything that keeps them going.
+
+Owns the parts and their lifetimes: journal, bus, ingress, outbox, topics, timers, and the cells of the actors
+that are in memory. What a part does is in its own file; the host connects them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter, OrderedDict, deque
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from datetime import datetime
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.abc
+import msgspec
+
+from offbook.bus.address import parse_address
+from offbook.bus.client import Bus, connect
+from offbook.bus.errors import (
+    ActorStopped,
+    ConnectionLost,
+    CycleError,
+    InvalidRequest,
+    NoSuchActor,
+    OffbookError,
+)
+
+from . import statements
+from .actor import Actor, ActorSpec, spec_of
+from .agent import Agent
+from .cell import Cell
+from .clock import Clock, Seconds, VirtualClock, WallClock, seconds
+from .control import HostStatus, ListActors
+from .engine import PATIENCE, Engine
+from .ingress import Ingress
+from .introspect import host_info, page_of
+from .journal import Journal
+from .listening import Listener
+from .lm import Forget, MemoryRef, Prefetch
+from .message import Request, T, decode, derive_id, encode, reply_type
+from .outbox import Outbox
+from .quiet import Quiet
+from .records import Birth, DeadLetter, Inbound, Outgoing, TurnRecord
+from .speech import new_memory
+from .supervision import Failure
+from .timers import Timers
+
+if TYPE_CHECKING:
+    from offbook.bus.delivery import Delivery
+    from offbook.bus.streams import ReplyStream
+
+log = logging.getLogger("offbook.actors")
+
+KEEP_DONE = 7 * 86400.0
+"""Seconds for which handled message ids are remembered. Senders repeat within minutes, or after a restart."""
+
+_KEPT_FAILURES = 1000
+
+_GOODBYE = 5.0
+"""Seconds for all ``on_stop`` hooks together when the host stops."""
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What happened during ``run()``: turns committed, failed turns, and the host's clock at the end."""
+
+    turns: int
+    failures: tuple[Failure, ...]
+    now: float
+
+
+class Host:
+    """Hosts actors: ``async with Host("village", journal_path=..., endpoint=...) as host``.
+
+    Args:
+        name: the host's name; it answers questions about itself at ``host/NAME``.
+        journal_path: the SQLite file of the journal; or pass an open ``journal``, which stays open.
+        endpoint: the broker: a runtime's name (default: ``name``), ``ipc://...`` or ``tcp://...``.
+        clock: ``WallClock()`` (default) or ``VirtualClock(seed)``.
+        mailbox_limit: messages that may wait for one actor.
+        max_active: actors kept in memory while idle; further ones leave it, the least recently used first.
+        passivate_after: real seconds after which an idle actor leaves memory.
+        engine_patience: seconds for which calls wait for an engine that is away.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        journal_path: str | os.PathLike[str] | None = None,
+        journal: Journal | None = None,
+        endpoint: str | None = None,
+        clock: Clock | None = None,
+        mailbox_limit: int = 1000,
+        max_active: int = 1000,
+        passivate_after: float = 60.0,
+        engine_patience: float = PATIENCE,
+    ) -> None:
+        if (journal is None) == (journal_path is None):
+            raise InvalidRequest("a host needs either journal_path or an open journal")
+        parse_address(f"host/{name}")
+        self.name = name
+        self.clock: Clock = clock or WallClock()
+        self.mailbox_limit = mailbox_limit
+        self.turns = 0
+        self.failures: deque[Failure] = deque(maxlen=_KEPT_FAILURES)
+        self.failed_count = 0
+        self.quiet = Quiet()
+        self._path = journal_path
+        self._given = journal
+        self._endpoint = endpoint or name
+        self._max_active = max_active
+        self._passivate_after = passivate_after
+        self._patience = engine_patience
+        self._kinds: dict[str, ActorSpec] = {}
+        self._births: dict[str, Birth | None] = {}
+        self._cells: dict[str, Cell] = {}
+        self._resting: OrderedDict[str, Cell] = OrderedDict()
+        self._waits: dict[str, Counter[str]] = {}
+        self._registering = anyio.Lock()
+        self._stack = AsyncExitStack()
+        self._stopping = False
+
+    # -- life -----------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Host:
+        await self._stack.__aenter__()
+        try:
+            await self._start()
+        except BaseException as exc:
+            await self._stack.__aexit__(type(exc), exc, exc.__traceback__)
+            raise
+        return self
+
+    async def _start(self) -> None:
+        if self._given is not None:
+            self.journal = self._given
+        else:
+            assert self._path is not None
+            self.journal = await Journal.open(self._path)
+            self._stack.push_async_callback(self.journal.close)
+        self.bus: Bus = await self._stack.enter_async_context(
+            connect(self._endpoint, name=f"host.{self.name}")
+        )
+        self.engine = Engine(self.bus, patience=self._patience)
+        self._outbox = Outbox(
+            self.bus,
+            self.journal,
+            self.quiet,
+            published=self._published,
+            is_local=self._kinds.__contains__,
+            failed=self.failed,
+        )
+        self._ingress = Ingress(self, self.quiet)
+        self._listener = Listener(self.bus, self.journal, self.quiet, self)
+        self._timers = Timers(self.journal, self.clock, self.quiet, self.deliver)
+        self._stack.push_async_callback(self._retire_all)
+        self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
+        await self._timers.restore()
+        before = time.time() - KEEP_DONE
+        self.journal.submit("prune", lambda db: statements.prune_done(db, before))
+        await self.bus.serve(f"host/{self.name}")
+        self._tasks.start_soon(self._serve)
+        self._tasks.start_soon(self._ingress.run)
+        await self._outbox.start(self._tasks)
+        await self._listener.start(self._tasks)
+        self._tasks.start_soon(self._tidy)
+        if not self.clock.virtual:
+            self._tasks.start_soon(self._timers.run)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopping = True
+        stopped = ActorStopped(f"the host {self.name} stops")
+        with anyio.CancelScope(shield=True):
+            for cell in list(self._cells.values()):
+                await cell.dismiss(stopped)
+        self._tasks.cancel_scope.cancel()
+        try:
+            await self._stack.__aexit__(None, None, None)
+        except BaseExceptionGroup as group:
+            if len(group.exceptions) == 1:
+                raise group.exceptions[0] from group.exceptions[0].__cause__
+            raise
+
+    async def _retire_all(self) -> None:
+        """Let the actors in memory close what they hold."""
+        with anyio.CancelScope(shield=True), anyio.move_on_after(_GOODBYE):
+            for cell in self.cells():
+                await cell.retire()
+
+    async def register(self, *classes: type[Actor]) -> None:
+        """Make every key of these classes reachable, and go on with what their actors had left to do.
+
+        Raises:
+            TypeError: a class is not well formed, or another class of the same kind is registered.
+            ProtocolError: another host serves this kind.
+        """
+        for cls in classes:
+            spec = spec_of(cls)
+            async with self._registering:
+                known = self._kinds.get(spec.kind)
+                if known is not None:
+                    if known.cls is not cls:
+                        raise TypeError(
+                            f"{known.cls!r} and {cls!r} are both of kind {spec.kind!r}; set kind = ..."
+                        )
+                    continue
+                if spec.kind in ("host", "engine"):
+                    raise TypeError(
+                        f"the kind {spec.kind!r} is offbook's own; set kind = ... on {cls.__name__}"
+                    )
+                for topic in spec.topics:
+                    await self._listener.ensure(topic)
+                self._births[spec.kind] = _birth(spec, {}) if not spec.schema.required else None
+                self._kinds[spec.kind] = spec
+                await self._recover(spec)
+                await self.bus.serve(f"{spec.kind}/*")
+
+    async def _recover(self, spec: ActorSpec) -> None:
+        """Put what an earlier run had accepted back into the mailboxes."""
+        with self.quiet.held():
+            for actor in await self.journal.do(
+                "pending", lambda db: statements.pending_actors(db, spec.kind)
+            ):
+                rows = await self.journal.do("mailbox", partial(statements.mailbox, actor=actor))
+                self.deliver(rows)
+
+    async def _serve(self) -> None:
+        async for delivery in self.bus.deliveries():
+            await self._ingress.admit(delivery)
+
+    # -- what users call ------------------------------------------------------------------------------------
+
+    async def spawn(self, cls: type[Actor], key: str, **state: Any) -> str:
+        """Create an actor unless it exists, and return its address. ``state`` is for a new one only.
+
+        Raises:
+            InvalidAddress: the key is not legal.
+            InvalidRequest: a required field is missing, unknown, or of another type.
+        """
+        spec = spec_of(cls)
+        address = str(parse_address(f"{spec.kind}/{key}"))
+        await self.register(cls)
+        birth: Birth | None = None
+        wrong: InvalidRequest | None = None
+        try:
+            birth = _birth(spec, state)
+        except InvalidRequest as exc:
+            wrong = exc
+        with self.quiet.held():
+            if birth is None:
+                if not await self.journal.do("exists", lambda db: statements.exists(db, address)):
+                    assert wrong is not None
+                    raise wrong
+                return address
+            made, now = birth, self.clock.now()
+            born = await self.journal.do(
+                "spawn", lambda db: statements.spawn(db, address, made, now), admits=True
+            )
+            if born is not None:
+                self.deliver(born)
+                if spec.ticks:
+                    self._timers.wake()
+        return address
+
+    async def tell(
+        self,
+        to: str,
+        message: msgspec.Struct | dict[str, Any],
+        *,
+        once: str | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        """Send a message from outside the actors; returns once it is stored.
+
+        Args:
+            once: a name for this send: however often the script runs, it happens once.
+        """
+        with self.quiet.held():
+            if await self._seen("tell", once) is None:
+                await self.bus.tell(to, message, id=self._once_id("tell", once), timeout=timeout)
+                await self._remember("tell", once, None)
+
+    async def ask(self, to: str, request: Request[T], *, once: str | None = None, timeout: float = 60.0) -> T:
+        """Ask an actor from outside; ``once`` as in :meth:`tell` (the first answer is kept)."""
+        returns = reply_type(type(request))
+        with self.quiet.held():
+            seen = await self._seen("ask", once)
+            if seen is not None:
+                kept: T = decode(seen[0] or b"\xc0", returns)
+                return kept
+            wanted = None if returns is Any else returns
+            reply: T = await self.bus.ask(
+                to, request, id=self._once_id("ask", once), timeout=timeout, returns=wanted
+            )
+            await self._remember("ask", once, encode(reply))
+            return reply
+
+    def stream(
+        self, to: str, request: msgspec.Struct | dict[str, Any], *, timeout: float = 60.0
+    ) -> ReplyStream:
+        """Ask and read the answer's progress; see ``Bus.stream``."""
+        return self.bus.stream(to, request, timeout=timeout)
+
+    async def publish(
+        self, topic: str, message: msgspec.Struct | dict[str, Any], *, once: str | None = None
+    ) -> int:
+        """Publish from outside; returns the sequence number. ``once`` as in :meth:`tell`."""
+        with self.quiet.held():
+            seen = await self._seen("publish", once)
+            if seen is not None:
+                return int(decode(seen[0] or b"\x00", int))
+            seq = await self.bus.publish(topic, message, id=self._once_id("publish", once))
+            self._listener.expect(topic, seq)
+            await self._remember("publish", once, encode(seq))
+            return seq
+
+    async def idle(self) -> None:
+        """Return once nothing is left to do now: no message waits, no turn runs, nothing is on its way."""
+        await self.quiet.wait()
+
+    async def run(self, until: Seconds | datetime | None = None) -> RunReport:
+        """Keep going until a time of the host's clock, and report what happened.
+
+        Args:
+            until: with a virtual clock, seconds from the beginning of the journal's time (so the same script
+                goes on after a restart), with a wall clock, seconds from now; or an absolute ``datetime``.
+                None: a virtual clock runs until no timer is left, a wall clock until cancelled.
+        """
+        turns, failed = self.turns, self.failed_count
+        if isinstance(self.clock, VirtualClock):
+            await self._run_virtual(self.clock, until)
+        elif until is None:
+            await anyio.sleep_forever()
+        else:
+            end = until.timestamp() if isinstance(until, datetime) else self.clock.now() + seconds(until)
+            while (left := end - self.clock.now()) > 0:  # noqa: ASYNC110  # clocks have no events
+                await anyio.sleep(min(left, 60.0))  # the wall clock may be changed meanwhile
+        new = min(self.failed_count - failed, len(self.failures))
+        recent = tuple(self.failures)[len(self.failures) - new :]
+        return RunReport(self.turns - turns, recent, self.clock.now())
+
+    async def _run_virtual(self, clock: VirtualClock, until: Seconds | datetime | None) -> None:
+        if until is None:
+            end = float("inf")
+        else:
+            end = until.timestamp() if isinstance(until, datetime) else clock.start + seconds(until)
+        while True:
+            await self.quiet.wait()
+            due = await self._timers.fire()
+            if self.quiet.holds:
+                continue
+            if due is None or due > end:
+                if end != float("inf"):
+                    await self._timers.advance(end)
+                return
+            await self._timers.advance(due)
+
+    async def restart(self, actor: str) -> None:
+        """Let a stopped actor go on with the messages it had left.
+
+        Raises:
+            NoSuchActor: there is no such actor here.
+        """
+        spec = self.spec(parse_address(actor).kind)
+        if spec is None:
+            raise NoSuchActor(f"no actor of the kind of {actor} here", actor=actor)
+        cell = self._cells.get(actor)
+        if cell is not None and not cell.stopped:
+            return
+        self._cells.pop(actor, None)
+        self._resting.pop(actor, None)
+        with self.quiet.held():
+            self.deliver(await self.journal.do("mailbox", lambda db: statements.mailbox(db, actor)))
+
+    async def actors(self, *, after: str = "", prefix: str = "", limit: int = 1000) -> Any:
+        """A page of the actors, in order of their ids; see :class:`ActorPage`."""
+        return await page_of(self, ListActors(after=after, prefix=prefix, limit=limit))
+
+    async def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
+        """The most recent dead letters, newest first."""
+        return await self.journal.do("dead", lambda db: statements.dead_letters(db, limit))
+
+    # -- once -----------------------------------------------------------------------------------------------
+
+    def _once_id(self, verb: str, once: str | None) -> str | None:
+        return None if once is None else derive_id("once", verb, once)
+
+    async def _seen(self, verb: str, once: str | None) -> tuple[bytes | None] | None:
+        if once is None:
+            return None
+        return await self.journal.do("once", lambda db: statements.get_once(db, f"{verb}:{once}"))
+
+    async def _remember(self, verb: str, once: str | None, value: bytes | None) -> None:
+        if once is not None:
+            await self.journal.do("once", lambda db: statements.put_once(db, f"{verb}:{once}", value))
+
+    # -- the port of cells, turns, ingress and listener -----------------------------------------------------
+
+    def spec(self, kind: str) -> ActorSpec | None:
+        """The registered class of a kind."""
+        return self._kinds.get(kind)
+
+    def kinds(self) -> list[str]:
+        """The registered kinds."""
+        return sorted(self._kinds)
+
+    def birth(self, spec: ActorSpec) -> Birth | None:
+        """How an actor begins that was never spawned; None if it cannot."""
+        return self._births.get(spec.kind)
+
+    def find(self, actor: str) -> Cell | None:
+        """The cell of an actor that is in memory."""
+        return self._cells.get(actor)
+
+    def cells(self) -> list[Cell]:
+        """All actors in memory."""
+        return list(self._cells.values())
+
+    def cell(self, actor: str, spec: ActorSpec) -> Cell:
+        """The cell of an actor; there is one, however many messages come at once."""
+        cell = self._cells.get(actor)
+        if cell is None:
+            cell = self._cells[actor] = Cell(self, spec, actor)
+        return cell
+
+    def deliver(self, messages: list[Inbound]) -> None:
+        """Put stored messages into mailboxes; those of kinds not registered yet wait in the journal."""
+        for message in messages:
+            spec = self._kinds.get(message.actor.partition("/")[0])
+            if spec is not None:
+                self.cell(message.actor, spec).put(message)
+
+    def started(self, cell: Cell) -> None:
+        """A cell has something to do."""
+        self._resting.pop(cell.id, None)
+        self.quiet.take()
+        self._tasks.start_soon(cell.run)
+
+    def rested(self, cell: Cell) -> None:
+        """A cell has nothing to do."""
+        if cell.asleep:
+            if self._cells.get(cell.id) is cell:
+                del self._cells[cell.id]
+        elif not cell.stopped and not self._stopping:
+            self._resting[cell.id] = cell
+            self._resting.move_to_end(cell.id)
+            while len(self._resting) > self._max_active:
+                self._passivate(next(iter(self._resting)))
+        self.quiet.give()
+
+    def _passivate(self, actor: str) -> None:
+        cell = self._resting.pop(actor)
+        cell.state = "running"
+        self.quiet.take()
+        self._tasks.start_soon(cell.passivate)
+
+    async def _tidy(self) -> None:
+        """Let actors leave memory that have been idle for long."""
+        while True:
+            await anyio.sleep(self._passivate_after / 4)
+            before = time.monotonic() - self._passivate_after
+            while self._resting:
+                actor, cell = next(iter(self._resting.items()))
+                if cell.rested_at > before:
+                    break
+                self._passivate(actor)
+
+    def committed(self, record: TurnRecord, outgoing: list[Outgoing], born: list[Inbound]) -> None:
+        """A turn is in the journal: let its effects out."""
+        self.turns += 1
+        self._outbox.add(outgoing)
+        self.deliver(born)
+        if record.timers or record.cancelled or record.forks:
+            self._timers.wake()
+
+    def failed(self, failure: Failure, exc: BaseException) -> None:
+        """Keep a failure and say so."""
+        self.failures.append(failure)
+        self.failed_count += 1
+        log.error(
+            "%s failed on %s (try %d, %s): %s",
+            failure.actor, failure.type, failure.tries, failure.verdict, failure.error,
+            exc_info=None if isinstance(exc, OffbookError) else exc,
+        )  # fmt: skip
+
+    def unsent(self, actor: str) -> int:
+        """Messages of an actor that are on their way."""
+        return self._outbox.unsent(actor)
+
+    async def room_to_send(self, actor: str) -> None:
+        """Hold an actor back that sends faster than its receivers take."""
+        await self._outbox.room(actor)
+
+    async def room_for(self, actor: str) -> None:
+        """Wait for room in a mailbox."""
+        while True:
+            cell = self._cells.get(actor)
+            if cell is None or cell.stopped or len(cell.mailbox) < self.mailbox_limit:
+                return
+            await cell.room.wait()
+
+    def deaf_kinds(self, type: str, body: bytes) -> set[str]:
+        """Registered kinds that do not take a message type."""
+        deaf = set()
+        checked: set[Any] = set()
+        for kind, spec in self._kinds.items():
+            handler = spec.handlers.get(type)
+            if handler is None:
+                deaf.add(kind)
+            elif handler.message not in checked:
+                decode(body, handler.message, tag=type)
+                checked.add(handler.message)
+        return deaf
+
+    async def ensure_topic(self, topic: str) -> None:
+        """Follow a topic."""
+        await self._listener.ensure(topic)
+
+    def _published(self, topic: str, seq: int) -> None:
+        self._listener.expect(topic, seq)
+
+    async def ask_between(
+        self,
+        to: str,
+        type: str,
+        body: bytes,
+        *,
+        id: str,
+        sender: str,
+        chain: tuple[str, ...],
+        deadline: float,
+        returns: Any,
+    ) -> Any:
+        """A question of one actor to another. Refuses one that would close a circle of waiting actors."""
+        path = self._path_between(to, sender)
+        if path:
+            circle = [sender, *path]
+            raise CycleError(f"these actors would wait for each other: {' -> '.join(circle)}", chain=circle)
+        waits = self._waits.setdefault(sender, Counter())
+        waits[to] += 1
+        try:
+            while True:
+                try:
+                    return await self.bus.ask(
+                        to, body, type=type, id=id, sender=sender, chain=chain, deadline=deadline,
+                        timeout=max(deadline - time.time(), 0.001),
+                        returns=None if returns is Any else returns,
+                    )  # fmt: skip
+                except ConnectionLost:
+                    if time.time() >= deadline:
+                        raise
+                    await anyio.sleep(0.05)  # the receiver knows the id
+        finally:
+            waits[to] -= 1
+            if not waits[to]:
+                del waits[to]
+            if not waits:
+                self._waits.pop(sender, None)
+
+    def _path_between(self, start: str, goal: str) -> list[str]:
+        """A path from one actor to another along who waits for whom; empty if there is none."""
+        trail: dict[str, str] = {start: ""}
+        front = [start]
+        while front:
+            here = front.pop()
+            if here == goal:
+                path = []
+                while here:
+                    path.append(here)
+                    here = trail[here]
+                return path[::-1]
+            for there in self._waits.get(here, ()):
+                if there not in trail:
+                    trail[there] = here
+                    front.append(there)
+        return []
+
+    def prefetch(self, memory: MemoryRef) -> None:
+        """Tell the engine that an agent will speak soon."""
+        self._tasks.start_soon(self.engine.hint, Prefetch(memory=memory))
+
+    def forget(self, actor: str) -> None:
+        """Tell the engine that an agent's KV is not needed any more."""
+        self._tasks.start_soon(self.engine.hint, Forget(agent=actor))
+
+    def control(self, delivery: Delivery) -> bool:
+        """Answer questions about the host itself."""
+        if delivery.envelope.to != f"host/{self.name}":
+            return False
+        self._tasks.start_soon(self._answer, delivery)
+        return True
+
+    async def _answer(self, delivery: Delivery) -> None:
+        try:
+            request = delivery.decode(ListActors, HostStatus)
+            if isinstance(request, ListActors):
+                await delivery.reply(await page_of(self, request))
+            else:
+                await delivery.reply(await host_info(self))
+        except OffbookError as exc:
+            await delivery.fail(exc)
+
+
+def _birth(spec: ActorSpec, state: dict[str, Any]) -> Birth:
+    return Birth(
+        kind=spec.kind,
+        version=spec.schema.version,
+        state=spec.schema.initial(state),
+        topics=spec.topics,
+        ticks=tuple(spec.ticks.items()),
+        first_turn=spec.has_first_turn,
+        memory=new_memory(spec.cls.salt) if issubclass(spec.cls, Agent) else None,
+    )

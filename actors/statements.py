@@ -1,0 +1,484 @@
+"""The journal's statements: one function for each thing that is read or written in one piece.
+
+Owns the SQL apart from the schema. Each function takes a connection inside the journal's transaction and
+leaves committing to the journal, so a function is atomic however many rows it writes.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections.abc import Collection, Iterable
+from random import Random
+from typing import Any
+
+import msgspec
+
+from .message import derive_id
+from .records import (
+    Accepted,
+    Birth,
+    DeadLetter,
+    Growth,
+    Inbound,
+    Mode,
+    Outgoing,
+    Snapshot,
+    Timer,
+    TurnRecord,
+)
+
+DB = sqlite3.Connection
+
+_INBOX = "seq, id, actor, type, body, mode, sender, deadline, chain, traceparent, tries"
+TICK_TYPE = "offbook.tick"
+BORN_TYPE = "offbook.born"
+
+
+class TurnLost(Exception):
+    """The message of this turn is not in the inbox any more: it was cancelled, or handled already."""
+
+
+def _inbound(row: Any) -> Inbound:
+    seq, id_, actor, type_, body, mode, sender, deadline, chain, trace, tries = row
+    return Inbound(
+        id=id_,
+        actor=actor,
+        type=type_,
+        body=body,
+        mode=Mode(mode),
+        sender=sender,
+        deadline=deadline,
+        chain=tuple(msgspec.json.decode(chain, type=list[str])),
+        traceparent=trace,
+        tries=tries,
+        seq=seq,
+    )
+
+
+def _insert_inbox(db: DB, message: Inbound, now: float) -> Inbound:
+    cursor = db.execute(
+        "INSERT INTO inbox (id, actor, type, body, mode, sender, deadline, chain, traceparent, tries, at) "
+        "VALUES (?,?,?,?,?,?,?,?,?,?,?)",
+        (
+            message.id,
+            message.actor,
+            message.type,
+            message.body,
+            int(message.mode),
+            message.sender,
+            message.deadline,
+            msgspec.json.encode(message.chain).decode(),
+            message.traceparent,
+            message.tries,
+            now,
+        ),
+    )
+    message.seq = int(cursor.lastrowid or 0)
+    message.counted = True
+    return message
+
+
+# -- actors ---------------------------------------------------------------------------------------------
+
+
+def exists(db: DB, actor: str) -> bool:
+    return db.execute("SELECT 1 FROM actors WHERE id=?", (actor,)).fetchone() is not None
+
+
+def create(db: DB, actor: str, birth: Birth, now: float) -> list[Inbound]:
+    """Insert an actor with its subscriptions, timers and, if it has one, the message of its first turn."""
+    db.execute(
+        "INSERT INTO actors (id, kind, version, state, turns, created, memory) VALUES (?,?,?,?,0,?,?)",
+        (actor, birth.kind, birth.version, birth.state, now, birth.memory),
+    )
+    for topic in birth.topics:
+        subscribe(db, topic, actor)
+    for name, period in birth.ticks:
+        set_timer(db, tick_timer(actor, name, period, now))
+    if not birth.first_turn:
+        return []
+    born = Inbound(id=derive_id("born", actor), actor=actor, type=BORN_TYPE, body=b"\xc0", mode=Mode.BIRTH)
+    return [_insert_inbox(db, born, now)]
+
+
+def spawn(db: DB, actor: str, birth: Birth, now: float) -> list[Inbound] | None:
+    """Create an actor; None if it exists already."""
+    return None if exists(db, actor) else create(db, actor, birth, now)
+
+
+def load(db: DB, actor: str) -> Snapshot | None:
+    row = db.execute("SELECT kind, version, state, turns, memory FROM actors WHERE id=?", (actor,)).fetchone()
+    if row is None:
+        return None
+    kind, version, state, turns, memory = row
+    segments = db.execute("SELECT kept, tokens FROM transcript WHERE actor=? ORDER BY turn", (actor,))
+    ticks = db.execute("SELECT name FROM timers WHERE actor=? AND period>0", (actor,))
+    return Snapshot(
+        actor,
+        kind,
+        version,
+        state,
+        turns,
+        memory,
+        tuple(Growth(kept, tokens) for kept, tokens in segments),
+        frozenset(name for (name,) in ticks),
+    )
+
+
+def segments_until(db: DB, actor: str, turn: int) -> tuple[Growth, ...]:
+    """The transcript's growths of turns up to and including ``turn``."""
+    rows = db.execute(
+        "SELECT kept, tokens FROM transcript WHERE actor=? AND turn<=? ORDER BY turn", (actor, turn)
+    )
+    return tuple(Growth(kept, tokens) for kept, tokens in rows)
+
+
+def list_actors(db: DB, after: str, limit: int, prefix: str) -> list[tuple[str, int, bytes | None, int]]:
+    """``(id, turns, memory, mailbox)`` of actors in order of their ids, a page at a time."""
+    return db.execute(
+        "SELECT id, turns, memory, (SELECT COUNT(*) FROM inbox WHERE inbox.actor=actors.id) FROM actors "
+        "WHERE id>? AND substr(id, 1, ?)=? ORDER BY id LIMIT ?",
+        (after, len(prefix), prefix, limit),
+    ).fetchall()
+
+
+def count_actors(db: DB) -> int:
+    return int(db.execute("SELECT COUNT(*) FROM actors").fetchone()[0])
+
+
+# -- inbox ----------------------------------------------------------------------------------------------
+
+
+def accept(db: DB, message: Inbound, birth: Birth | None, now: float) -> Accepted:
+    """Store a message for its actor, once. Creates the actor if ``birth`` is given and it does not exist."""
+    done = db.execute("SELECT reply FROM done WHERE actor=? AND id=?", (message.actor, message.id)).fetchone()
+    if done is not None:
+        return Accepted("done", done[0])
+    if db.execute("SELECT 1 FROM inbox WHERE actor=? AND id=?", (message.actor, message.id)).fetchone():
+        return Accepted("pending")
+    stored: list[Inbound] = []
+    if not exists(db, message.actor):
+        if birth is None:
+            return Accepted("absent")
+        stored = create(db, message.actor, birth, now)
+    return Accepted("new", messages=(*stored, _insert_inbox(db, message, now)))
+
+
+def begin_try(db: DB, message: Inbound, tries: int) -> None:
+    """Count a try before it begins, so that a try which kills the process is counted too."""
+    db.execute("UPDATE inbox SET tries=? WHERE seq=?", (tries, message.seq))
+
+
+def drop(db: DB, message: Inbound) -> None:
+    """Forget a message that nobody waits for any more."""
+    db.execute("DELETE FROM inbox WHERE seq=?", (message.seq,))
+    _end_calls(db, message)
+
+
+def bury(db: DB, message: Inbound, reason: str, now: float) -> None:
+    """Move a message to the dead letters."""
+    drop(db, message)
+    if message.mode is Mode.TELL:
+        _mark_done(db, message, None, now)
+    _insert_dead(
+        db, message.id, message.actor, message.type, message.body, message.sender, reason, message.tries, now
+    )
+
+
+def _insert_dead(
+    db: DB, id_: str, actor: str, type_: str, body: bytes, sender: str, reason: str, tries: int, now: float
+) -> None:
+    db.execute(
+        "INSERT INTO dead (id, actor, type, body, sender, reason, tries, at) VALUES (?,?,?,?,?,?,?,?)",
+        (id_, actor, type_, body, sender, reason, tries, now),
+    )
+
+
+def count_dead(db: DB) -> int:
+    return int(db.execute("SELECT COUNT(*) FROM dead").fetchone()[0])
+
+
+def dead_letters(db: DB, limit: int) -> list[DeadLetter]:
+    rows = db.execute(
+        "SELECT seq, id, actor, type, body, sender, reason, tries, at FROM dead ORDER BY seq DESC LIMIT ?",
+        (limit,),
+    )
+    return [DeadLetter(*row) for row in rows]
+
+
+def pending_actors(db: DB, kind: str) -> list[str]:
+    """Actors of a kind with messages in the inbox; costs as much as there are such messages."""
+    rows = db.execute(
+        "SELECT DISTINCT actor FROM inbox WHERE substr(actor, 1, ?)=?", (len(kind) + 1, f"{kind}/")
+    )
+    return [actor for (actor,) in rows]
+
+
+def mailbox(db: DB, actor: str) -> list[Inbound]:
+    rows = db.execute(f"SELECT {_INBOX} FROM inbox WHERE actor=? ORDER BY seq", (actor,))
+    return [_inbound(row) for row in rows]
+
+
+def _mark_done(db: DB, message: Inbound, reply: bytes | None, now: float) -> None:
+    db.execute("INSERT OR IGNORE INTO done VALUES (?,?,?,?)", (message.actor, message.id, reply, now))
+
+
+def prune_done(db: DB, before: float) -> int:
+    """Forget handled ids older than ``before``; returns how many."""
+    return db.execute("DELETE FROM done WHERE at<?", (before,)).rowcount
+
+
+# -- turns ----------------------------------------------------------------------------------------------
+
+
+def commit(db: DB, record: TurnRecord, clock_now: float, now: float) -> tuple[list[Outgoing], list[Inbound]]:
+    """Everything a turn did. Returns the outgoing messages with their places, and forks' first turns."""
+    message = record.message
+    if db.execute("DELETE FROM inbox WHERE seq=?", (message.seq,)).rowcount != 1:
+        raise TurnLost(message.id)
+    if message.mode in (Mode.TELL, Mode.ASK):
+        _mark_done(db, message, record.reply, now)
+    _end_calls(db, message)
+    if record.state is not None:
+        db.execute(
+            "UPDATE actors SET state=?, version=? WHERE id=?", (record.state, record.version, record.actor)
+        )
+    db.execute(
+        "UPDATE actors SET turns=?, memory=COALESCE(?, memory) WHERE id=?",
+        (record.turn, record.memory, record.actor),
+    )
+    if record.growth is not None:
+        db.execute(
+            "INSERT INTO transcript VALUES (?,?,?,?)",
+            (record.actor, record.turn, record.growth.kept, record.growth.tokens),
+        )
+    for name in record.cancelled:
+        db.execute("DELETE FROM timers WHERE actor=? AND name=?", (record.actor, name))
+    for timer in record.timers:
+        set_timer(db, timer)
+    for topic in record.unsubscribed:
+        db.execute("DELETE FROM subscriptions WHERE topic=? AND actor=?", (topic, record.actor))
+    for topic in record.subscribed:
+        subscribe(db, topic, record.actor)
+    born: list[Inbound] = []
+    for fork in record.forks:
+        born += create(db, fork.actor, fork.birth, clock_now)
+        if fork.transcript:
+            db.execute("INSERT INTO transcript VALUES (?,0,0,?)", (fork.actor, fork.transcript))
+    return [_insert_outbox(db, row) for row in record.outbox], born
+
+
+def put_call(db: DB, message: Inbound, number: int, digest: bytes, result: bytes) -> None:
+    """Keep a finished language-model call of a turn that is not committed."""
+    db.execute(
+        "INSERT OR REPLACE INTO calls VALUES (?,?,?,?,?)", (message.actor, message.id, number, digest, result)
+    )
+
+
+def get_calls(db: DB, message: Inbound) -> dict[int, tuple[bytes, bytes]]:
+    """The finished calls of earlier tries: call number -> (digest of the request, result)."""
+    rows = db.execute(
+        "SELECT number, digest, result FROM calls WHERE actor=? AND message=?", (message.actor, message.id)
+    )
+    return {number: (digest, result) for number, digest, result in rows}
+
+
+def _end_calls(db: DB, message: Inbound) -> None:
+    db.execute("DELETE FROM calls WHERE actor=? AND message=?", (message.actor, message.id))
+
+
+# -- outbox ---------------------------------------------------------------------------------------------
+
+
+def _insert_outbox(db: DB, row: Outgoing) -> Outgoing:
+    cursor = db.execute(
+        "INSERT INTO outbox (id, sender, target, type, body, topic, traceparent) VALUES (?,?,?,?,?,?,?)",
+        (row.id, row.sender, row.target, row.type, row.body, int(row.topic), row.traceparent),
+    )
+    return Outgoing(
+        row.id,
+        row.sender,
+        row.target,
+        row.type,
+        row.body,
+        row.topic,
+        row.traceparent,
+        int(cursor.lastrowid or 0),
+    )
+
+
+def load_outbox(db: DB) -> list[Outgoing]:
+    rows = db.execute(
+        "SELECT id, sender, target, type, body, topic, traceparent, seq FROM outbox ORDER BY seq"
+    )
+    return [Outgoing(i, s, t, ty, b, bool(topic), tr, seq) for i, s, t, ty, b, topic, tr, seq in rows]
+
+
+def sent(db: DB, seqs: Iterable[int]) -> None:
+    """The receivers have stored these."""
+    db.executemany("DELETE FROM outbox WHERE seq=?", [(seq,) for seq in seqs])
+
+
+def bury_outgoing(db: DB, row: Outgoing, reason: str, tries: int, now: float) -> None:
+    """A message that no receiver takes."""
+    db.execute("DELETE FROM outbox WHERE seq=?", (row.seq,))
+    target = f"topic {row.target}" if row.topic else row.target
+    _insert_dead(db, row.id, target, row.type, row.body, row.sender, reason, tries, now)
+
+
+# -- timers ---------------------------------------------------------------------------------------------
+
+
+def tick_timer(actor: str, name: str, period: float, now: float) -> Timer:
+    return Timer(actor, f"@{name}", now + period, period, TICK_TYPE, msgspec.msgpack.encode(name))
+
+
+def set_timer(db: DB, timer: Timer) -> None:
+    db.execute(
+        "INSERT OR REPLACE INTO timers VALUES (?,?,?,?,?,?)",
+        (timer.actor, timer.name, timer.due, timer.period, timer.type, timer.body),
+    )
+
+
+def next_due(db: DB) -> float | None:
+    """When the earliest timer is due."""
+    (due,) = db.execute("SELECT MIN(due) FROM timers").fetchone()
+    return None if due is None else float(due)
+
+
+def fire(db: DB, now: float, seed: int, limit: int = 256) -> tuple[list[Inbound], float | None]:
+    """Turn due timers into messages, each once, and say when the next one is due.
+
+    A periodic timer moves to its next time after ``now``: missed periods are one message. It is skipped
+    while its last message still waits.
+    """
+    rows = db.execute(
+        "SELECT actor, name, due, period, type, body FROM timers WHERE due<=? "
+        "ORDER BY due, actor, name LIMIT ?",
+        (now, limit),
+    ).fetchall()
+    # Timers of one instant fire in an order that the seed fixes, not the alphabet.
+    order = Random(seed)
+    rows = [row for _, _, row in sorted((row[2], order.random(), row) for row in rows)]
+    fired = []
+    for actor, name, due, period, type_, body in rows:
+        if period > 0:
+            after = due + period * max(1, math.floor((now - due) / period) + 1)
+            db.execute(
+                "UPDATE timers SET due=? WHERE actor=? AND name=?",
+                (after if after > now else now + period, actor, name),
+            )
+            waiting = db.execute(
+                "SELECT 1 FROM inbox WHERE actor=? AND type=? AND body=? AND mode=?",
+                (actor, type_, body, int(Mode.TIMER)),
+            ).fetchone()
+            if waiting:
+                continue
+        else:
+            db.execute("DELETE FROM timers WHERE actor=? AND name=?", (actor, name))
+        id_ = derive_id("timer", actor, name, repr(due))
+        if db.execute("SELECT 1 FROM inbox WHERE actor=? AND id=?", (actor, id_)).fetchone():
+            continue
+        fired.append(
+            _insert_inbox(db, Inbound(id=id_, actor=actor, type=type_, body=body, mode=Mode.TIMER), now)
+        )
+    return fired, next_due(db)
+
+
+def pull_timers(db: DB, now: float) -> int:
+    """After the wall clock was set back: no periodic timer waits longer than its period. Returns how many."""
+    return db.execute("UPDATE timers SET due=?+period WHERE period>0 AND due>?+period", (now, now)).rowcount
+
+
+# -- topics: what this host has delivered --------------------------------------------------------------
+
+
+def subscribe(db: DB, topic: str, actor: str) -> None:
+    """From the next event that this host delivers."""
+    db.execute(
+        "INSERT OR IGNORE INTO subscriptions "
+        "VALUES (?,?,COALESCE((SELECT seq FROM cursors WHERE topic=?),0))",
+        (topic, actor, topic),
+    )
+
+
+def cursor(db: DB, topic: str) -> int | None:
+    row = db.execute("SELECT seq FROM cursors WHERE topic=?", (topic,)).fetchone()
+    return None if row is None else int(row[0])
+
+
+def set_cursor(db: DB, topic: str, seq: int) -> None:
+    db.execute(
+        "INSERT INTO cursors VALUES (?,?) ON CONFLICT (topic) DO UPDATE SET seq=MAX(seq, excluded.seq)",
+        (topic, seq),
+    )
+
+
+def subscribed_topics(db: DB) -> list[str]:
+    return [topic for (topic,) in db.execute("SELECT DISTINCT topic FROM subscriptions")]
+
+
+def subscribers(db: DB, topic: str) -> list[str]:
+    return [actor for (actor,) in db.execute("SELECT actor FROM subscriptions WHERE topic=?", (topic,))]
+
+
+def deliver_event(
+    db: DB, topic: str, seq: int, event: Inbound, deaf: Collection[str], now: float
+) -> list[Inbound]:
+    """Put one event into the mailboxes of its subscribers and move the cursor, in one piece.
+
+    ``event`` is the pattern of the messages; ``deaf`` are kinds that do not take its type. Its sender does
+    not hear it.
+    """
+    have = cursor(db, topic)
+    if have is not None and seq <= have:
+        return []
+    set_cursor(db, topic, seq)
+    delivered = []
+    rows = db.execute(
+        "SELECT actor FROM subscriptions WHERE topic=? AND after<? ORDER BY actor", (topic, seq)
+    )
+    for (actor,) in rows.fetchall():
+        if actor == event.sender or actor.partition("/")[0] in deaf:
+            continue
+        message = Inbound(
+            id=derive_id("event", topic, seq, actor),
+            actor=actor,
+            type=event.type,
+            body=event.body,
+            mode=Mode.TOPIC,
+            sender=event.sender,
+            traceparent=event.traceparent,
+        )
+        delivered.append(_insert_inbox(db, message, now))
+    return delivered
+
+
+def bury_event(db: DB, topic: str, seq: int, id_: str, event: Inbound, reason: str, now: float) -> None:
+    """An event whose body does not decode: a dead letter, and the cursor goes on."""
+    have = cursor(db, topic)
+    if have is None or seq > have:
+        set_cursor(db, topic, seq)
+        _insert_dead(db, id_, f"topic {topic}", event.type, event.body, event.sender, reason, 1, now)
+
+
+# -- odds -----------------------------------------------------------------------------------------------
+
+
+def get_once(db: DB, key: str) -> tuple[bytes | None] | None:
+    row: tuple[bytes | None] | None = db.execute("SELECT value FROM once WHERE key=?", (key,)).fetchone()
+    return row
+
+
+def put_once(db: DB, key: str, value: bytes | None) -> None:
+    db.execute("INSERT OR IGNORE INTO once VALUES (?,?)", (key, value))
+
+
+def get_meta(db: DB, key: str) -> bytes | None:
+    row = db.execute("SELECT value FROM meta WHERE key=?", (key,)).fetchone()
+    return None if row is None else bytes(row[0])
+
+
+def put_meta(db: DB, key: str, value: bytes) -> None:
+    db.execute("INSERT OR REPLACE INTO meta VALUES (?,?)", (key, value))
