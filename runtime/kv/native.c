@@ -211,6 +211,7 @@ struct decode {
     int64_t *first;        /* [rows + 1]: the first task of each row */
     _Atomic int32_t *left; /* [rows, heads]: parts that are not done */
     float *parts;          /* a part per task */
+    int64_t threads;
 };
 
 /* How a row's blocks are cut: `per` blocks to a part, the tail being one more part. */
@@ -232,19 +233,37 @@ static void append(const struct decode *d, int64_t row, int64_t head) {
     for (int64_t i = 0; i < l->dv; i++) l->tail_v[slot * l->dv + i] = to_bf16(v[i]);
 }
 
+struct place {
+    int64_t row, head, part, parts, block, last; /* blocks [block, last); the last part is the tail */
+};
+
+static struct place find(const struct decode *d, int64_t index) {
+    struct place p = {0};
+    int64_t end = d->s->rows, from, per;
+    while (end - p.row > 1) { /* the row whose tasks `index` is among */
+        int64_t middle = (p.row + end) / 2;
+        if (d->first[middle] <= index) p.row = middle;
+        else end = middle;
+    }
+    cut(d->s, p.row, &from, &per, &p.parts);
+    p.head = (index - d->first[p.row]) / p.parts;
+    p.part = (index - d->first[p.row]) % p.parts;
+    p.block = from + p.part * per;
+    p.last = least(p.block + per, over(d->s->sealed[p.row], BLOCK));
+    return p;
+}
+
+static void find_block(const struct decode *d, const struct place *p, int64_t block, struct chunk *c) {
+    int32_t slot = d->s->blocks[d->s->block_at[p->row] + block];
+    block_chunk(d->l, p->head, slot, least(BLOCK, d->s->sealed[p->row] - block * BLOCK), block * BLOCK, c);
+}
+
 static void decode_task(void *job, int64_t index, int worker) {
     const struct decode *d = job;
     const struct layer *l = d->l;
     const struct step *s = d->s;
-    int64_t row = 0, end = s->rows;
-    while (end - row > 1) { /* the row whose tasks `index` is among */
-        int64_t middle = (row + end) / 2;
-        if (d->first[middle] <= index) row = middle;
-        else end = middle;
-    }
-    int64_t from, per, parts;
-    cut(s, row, &from, &per, &parts);
-    int64_t head = (index - d->first[row]) / parts, part = (index - d->first[row]) % parts;
+    struct place p = find(d, index);
+    int64_t row = p.row, head = p.head, part = p.part, parts = p.parts;
     int64_t size = l->rep * (padded(l->dv) + 2), start = s->start[row], length = s->length[row], sealed = s->sealed[row];
 
     struct work w;
@@ -258,10 +277,18 @@ static void decode_task(void *job, int64_t index, int worker) {
 
     struct chunk c;
     if (part < parts - 1) {
-        const int32_t *blocks = s->blocks + s->block_at[row];
-        int64_t last = least(from + (part + 1) * per, over(sealed, BLOCK));
-        for (int64_t b = from + part * per; b < last; b++) {
-            block_chunk(l, head, blocks[b], least(BLOCK, sealed - b * BLOCK), b * BLOCK, &c);
+        /* What this thread will probably draw next. */
+        struct place then = index + d->threads < d->first[s->rows] ? find(d, index + d->threads) : p;
+        for (int64_t b = p.block; b < p.last; b++) {
+            struct chunk next;
+            find_block(d, &p, b, &c);
+            if (b + 1 < p.last) {
+                find_block(d, &p, b + 1, &next);
+                look_ahead(l, &c, &next);
+            } else if (then.part < then.parts - 1) {
+                find_block(d, &then, then.block, &next);
+                look_ahead(l, &c, &next);
+            }
             isa->attend(l, &c, &w);
         }
     } else {
@@ -283,7 +310,7 @@ API int offbook_decode(const struct layer *l, const struct step *s, const float 
                        const float *k, int64_t k_row, int64_t k_head, const float *v, int64_t v_row, int64_t v_head,
                        float *out, int64_t out_row, int64_t out_head, const float *sinks) {
     struct decode d = {l, s, {(float *)q, q_row, q_head}, {(float *)k, k_row, k_head}, {(float *)v, v_row, v_head},
-                       {out, out_row, out_head}, sinks, NULL, NULL, NULL};
+                       {out, out_row, out_head}, sinks, NULL, NULL, NULL, 1};
     struct work w;
     int64_t tasks = 0, tokens = 0, from, per, parts;
     for (int64_t r = 0; r < s->rows; r++) {
@@ -306,7 +333,9 @@ API int offbook_decode(const struct layer *l, const struct step *s, const float 
             d.first[r + 1] = d.first[r] + parts * l->heads;
             for (int64_t h = 0; h < l->heads; h++) atomic_init(&d.left[r * l->heads + h], (int32_t)parts);
         }
-        pool_run(decode_task, &d, (uint32_t)tasks, small(l, tokens * l->rep));
+        int alone = small(l, tokens * l->rep);
+        d.threads = alone ? 1 : least(1 + atomic_load(&pool.wanted), tasks);
+        pool_run(decode_task, &d, (uint32_t)tasks, alone);
     }
     pthread_mutex_unlock(&pool.gate);
     return failed ? -1 : 0;

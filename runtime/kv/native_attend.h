@@ -79,6 +79,8 @@ static TARGET void FN(fold_queries)(const struct layer *l, const struct chunk *c
     for (int64_t r = 0; r < w->m; r++) {
         vf constant = {0};
         for (int64_t i = 0; i < n; i += VW) {
+            __builtin_prefetch(c->k_scales + c->k_scales_ahead + i);
+            __builtin_prefetch(c->k_biases + c->k_scales_ahead + i);
             vf q = FN(load)(w->spread + r * n + i);
             FN(store)(w->folded + r * n + i, q * FN(widen)(c->k_scales + i));
             constant += q * FN(widen)(c->k_biases + i);
@@ -97,7 +99,7 @@ static TARGET void FN(scores)(const struct layer *l, const struct chunk *c, cons
     for (int64_t g = from / GROUP; g * GROUP < to; g++) {
         struct product p = {.depth = l->dk, .columns = GROUP, .c = w->scores + g * GROUP, .c_row = BLOCK};
         if (fold) {
-            p.a = w->folded + g, p.a_row = 4 * l->dk, p.a_column = 4, p.b = c->k[g], p.b_row = c->k_row;
+            p.a = w->folded + g, p.a_row = 4 * l->dk, p.a_column = 4, p.b = c->k[g], p.b_row = c->k_row, p.ahead = c->k_ahead;
             FN(multiply)(c->key_kind, w->m, p);
         } else {
             FN(key_tile)(l, c, (int)g, w->key_tile);
@@ -158,11 +160,15 @@ static TARGET void FN(values_folded)(const struct layer *l, const struct chunk *
         float *scales = w->token, *biases = w->token + BLOCK;
         if (per == 1)
             for (int64_t t = begin; t < end; t += VW) {
+                __builtin_prefetch(c->v_scales + c->v_scales_ahead + t);
+                __builtin_prefetch(c->v_biases + c->v_scales_ahead + t);
                 FN(store)(scales + t, FN(widen)(c->v_scales + t));
                 FN(store)(biases + t, FN(widen)(c->v_biases + t));
             }
         else
             for (int64_t t = begin; t < end; t++) {
+                __builtin_prefetch(c->v_scales + c->v_scales_ahead + t * per);
+                __builtin_prefetch(c->v_biases + c->v_scales_ahead + t * per);
                 scales[t] = bf16(c->v_scales[t * per + g]);
                 biases[t] = bf16(c->v_biases[t * per + g]);
             }
@@ -178,7 +184,7 @@ static TARGET void FN(values_folded)(const struct layer *l, const struct chunk *
         struct product p = {.a = w->weighted + from, .a_row = BLOCK, .a_column = 1, .b_row = c->v_row,
                             .b = c->v[0] + from * c->v_row + (c->value_kind == U4 ? g * l->value_group / 2 : g * l->value_group),
                             .depth = to - from, .columns = l->value_group, .c = w->out + g * l->value_group, .c_row = wide,
-                            .alpha = w->alpha};
+                            .alpha = w->alpha, .ahead = c->v_ahead};
         FN(multiply)(c->value_kind, w->m, p);
         for (int64_t r = 0; r < w->m; r++)
             for (int64_t d = g * l->value_group; d < (g + 1) * l->value_group; d += VW) {
@@ -199,7 +205,7 @@ static TARGET void FN(values)(const struct layer *l, const struct chunk *c, cons
         struct product p = {.a = w->scores + g * GROUP + first, .a_row = BLOCK, .a_column = 1, .depth = last - first,
                             .columns = wide, .c = w->out, .c_row = wide, .alpha = w->alpha};
         if ((c->value_kind == BF16 || c->value_kind == F32) && wide == l->dv) {
-            p.b = c->v[g] + first * c->v_row, p.b_row = c->v_row;
+            p.b = c->v[g] + first * c->v_row, p.b_row = c->v_row, p.ahead = c->v_ahead;
             FN(multiply)(c->value_kind, w->m, p);
         } else {
             FN(value_tile)(l, c, (int)g, first, last, w->key_tile, w->value_tile);

@@ -43,6 +43,7 @@ struct chunk {
     const uint8_t *k[GROUPS], *v[GROUPS];
     int64_t k_row, v_row;               /* bytes per channel (packed keys) or per token */
     const uint16_t *k_scales, *k_biases, *v_scales, *v_biases;
+    int64_t k_ahead, v_ahead, k_scales_ahead, v_scales_ahead; /* see look_ahead */
 };
 
 struct work { /* query rows of one KV head, and one thread's memory for them */
@@ -62,6 +63,7 @@ struct product { /* see FN(multiply) */
     float *c;
     int64_t c_row;
     const float *alpha;
+    int64_t ahead;                      /* where b's bytes of the next chunk are, relative to this one's */
 };
 
 static inline int64_t padded(int64_t width) { return (width + 15) / 16 * 16; }
@@ -81,6 +83,7 @@ static void block_chunk(const struct layer *l, int64_t head, int64_t slot, int64
     int64_t at = slot * l->heads + head;
     c->first = first;
     c->tokens = tokens;
+    c->k_ahead = c->v_ahead = c->k_scales_ahead = c->v_scales_ahead = 0;
     if (l->key_bits == 16) {
         c->key_kind = BF16;
         c->k_row = l->dk * 2;
@@ -107,6 +110,18 @@ static void block_chunk(const struct layer *l, int64_t head, int64_t slot, int64
     }
 }
 
+/* While `c` is computed, fetch `next` from memory: byte for byte as far on as its block is. Both packed, of one
+ * layer. A pool is larger than the caches, so each block is cold, and its pieces are too short for the
+ * hardware to notice a pattern (3 KV heads, width 64, 4096 tokens: 0.22 ms without, see the benchmark). */
+static void look_ahead(const struct layer *l, struct chunk *c, const struct chunk *next) {
+    if (l->key_bits != 16) {
+        c->k_ahead = next->k[0] - c->k[0];
+        c->k_scales_ahead = next->k_scales - c->k_scales;
+    }
+    if (!l->latent) c->v_ahead = next->v[0] - c->v[0];
+    if (!l->latent && l->value_bits != 16) c->v_scales_ahead = next->v_scales - c->v_scales;
+}
+
 /* Up to four pages of the tail. */
 static void page_chunk(const struct layer *l, int64_t head, const int32_t *pages, int64_t tokens, int64_t first,
                        struct chunk *c) {
@@ -114,6 +129,7 @@ static void page_chunk(const struct layer *l, int64_t head, const int32_t *pages
     int64_t dv = l->latent ? l->dk : l->dv;
     c->first = first;
     c->tokens = tokens;
+    c->k_ahead = c->v_ahead = c->k_scales_ahead = c->v_scales_ahead = 0;
     c->key_kind = c->value_kind = BF16;
     c->k_row = l->dk * 2;
     c->v_row = dv * 2;

@@ -10,8 +10,6 @@
 typedef float vf __attribute__((vector_size(VW * 4)));
 typedef int32_t vi __attribute__((vector_size(VW * 4)));
 typedef uint32_t FN(vu_) __attribute__((vector_size(VW * 4)));
-typedef uint16_t FN(vh_) __attribute__((vector_size(VW * 2)));
-typedef uint8_t FN(vb_) __attribute__((vector_size(VW)));
 
 #define SIMD static inline __attribute__((always_inline)) TARGET
 
@@ -70,9 +68,15 @@ SIMD vf FN(exp2)(vf x) {
 SIMD float FN(exp2_scalar)(float x) { return FN(exp2)(FN(splat)(x))[0]; }
 
 SIMD vf FN(widen)(const uint16_t *p) { /* bfloat16 */
-    FN(vh_) h;
+#if defined(ISA_AVX512)
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#elif defined(ISA_AVX2)
+    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#else
+    uint16_t h __attribute__((vector_size(8)));
     memcpy(&h, p, sizeof h);
     return (vf)(__builtin_convertvector(h, FN(vu_)) << 16);
+#endif
 }
 
 /* VW elements of a row of the given kind, from element `column` (a multiple of VW) on. */
@@ -80,9 +84,16 @@ SIMD vf FN(element)(const int kind, const uint8_t *row, int64_t column) {
     if (kind == F32) return FN(load)((const float *)row + column);
     if (kind == BF16) return FN(widen)((const uint16_t *)row + column);
     if (kind == U8) {
-        FN(vb_) b;
-        memcpy(&b, row + column, sizeof b);
-        return __builtin_convertvector(__builtin_convertvector(b, vi), vf);
+#if defined(ISA_AVX512)
+        return (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(row + column))));
+#elif defined(ISA_AVX2)
+        return (vf)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(row + column))));
+#else
+        int32_t word;
+        const FN(vu_) shift = {0, 8, 16, 24};
+        memcpy(&word, row + column, 4);
+        return __builtin_convertvector((vi)((((FN(vu_)){0} + (uint32_t)word) >> shift) & 255), vf);
+#endif
     }
 #if VW == 4
     uint16_t word;
@@ -161,10 +172,12 @@ SIMD void FN(tile)(const int kind, const int mr, const int nv, const struct prod
     const uint8_t *b = p->b;
     const float *a = p->a;
     const int64_t a_row = p->a_row, a_column = p->a_column, b_row = p->b_row;
+    const int64_t ahead = p->ahead + (kind == U4 ? column / 2 : kind == U8 ? column : kind == BF16 ? 2 * column : 4 * column);
     UNROLL for (int r = 0; r < mr; r++)
         UNROLL for (int j = 0; j < nv; j++) sum[r][j] = (vf){0};
     for (int64_t k = p->depth; k > 0; k--, b += b_row, a += a_column) {
         FN(elements)(kind, nv, b, column, x);
+        __builtin_prefetch(b + ahead);
         UNROLL for (int r = 0; r < mr; r++) {
             vf w = FN(splat)(a[r * a_row]);
             UNROLL for (int j = 0; j < nv; j++) sum[r][j] += w * x[j];
