@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict, deque
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
