@@ -166,7 +166,7 @@ class BlockFormat:
                 container.read_into(fd, buffers)
         finally:
             os.close(fd)
-        if container.seal_of(scratch) != seal:
+        if container.seal_of(scratch) != seal or container.read_seal(scratch) != seal:
             raise CorruptFile("the header does not match the catalog's seal")
         want = a2b_base64(scratch[CHECKSUMS_AT : self._checksums_end])
         got = b"".join([b"" if dest is None else digest(dest) for dest in dests])

@@ -95,9 +95,14 @@ def seal_of(header: bytearray | bytes) -> bytes:
     return state.digest()
 
 
-def read_seal(header: bytearray | bytes) -> bytes:
-    """The seal a header just made or proven carries."""
-    return bytes.fromhex(header[SEAL_AT : SEAL_AT + SEAL_DIGITS].decode())
+def read_seal(header: bytearray | bytes) -> bytes | None:
+    """The seal a header carries, None if those are no lower-case hex digits."""
+    text = bytes(header[SEAL_AT : SEAL_AT + SEAL_DIGITS])
+    try:
+        seal = bytes.fromhex(text.decode())
+    except ValueError:
+        return None
+    return seal if seal.hex().encode() == text else None
 
 
 def checksums_text_length(tensors: int) -> int:
@@ -110,8 +115,8 @@ def parse_header(raw: bytes | bytearray) -> Header:
     try:
         if int.from_bytes(raw[:8], "little") != len(raw) - 8:
             raise CorruptFile("the header's length does not agree with the file")
-        seal = bytes.fromhex(raw[SEAL_AT : SEAL_AT + SEAL_DIGITS].decode("ascii"))
-        if seal != seal_of(raw):
+        seal = seal_of(raw)
+        if raw[SEAL_AT : SEAL_AT + SEAL_DIGITS] != seal.hex().encode():
             raise CorruptFile("the header does not match its seal")
         table = json.loads(bytes(raw[8:]))
         metadata = table.pop("__metadata__")

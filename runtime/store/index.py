@@ -135,10 +135,13 @@ class Index:
         self.changed_agents.add(key)
         return gone
 
-    def drop_tail(self, key: bytes, tail: TailEntry) -> None:
+    def drop_tail(self, key: bytes, tail: TailEntry, *, keep_blocks: bool = False) -> None:
+        """Take a tail out. ``keep_blocks``: it went bad, and the blocks it lists are still the agent's."""
         entry = self.agents.get(key)
         if entry is not None and tail in entry.tails:
             entry.tails.remove(tail)
+            if keep_blocks:
+                entry.fresh.update(split_names(tail.blocks))
             self.file_bytes -= disk_size(tail.nbytes)
             self._own(entry)
             self.changed_agents.add(key)

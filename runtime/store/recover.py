@@ -2,8 +2,9 @@
 
 Temporary files go. A file that the catalog does not know is proven by its own header and adopted, or
 quarantined. An entry whose file is gone is dropped, one whose file has another size is quarantined.
-Blocks that then have no owner are collected. A rebuild after a lost catalog is the same work with an
-empty index.
+Blocks that were known and have no owner are collected; those just adopted are spared until the next
+start, as the note of their owner may be what was lost. A rebuild after a lost catalog is the same work
+with an empty index.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from . import retention
 from .blocks import inspect_block
 from .container import CorruptFile
 from .disk import SUFFIX, disk_size
@@ -26,12 +28,15 @@ _TAIL_NAME = re.compile(rf"([0-9a-f]{{32}})-(\d{{10,}})-([0-9a-f]{{16}}){re.esca
 
 
 def recover(state: State) -> None:
-    """Bring the index in line with the files. OSError if the folders cannot be listed."""
+    """Bring the index in line with the files. OSError if the folders cannot be read or changed."""
     with state.lock:
         if state.may_write:
             _clear(state)
-        _recover_blocks(state)
+        adopted = _recover_blocks(state)
         _recover_tails(state)
+        if state.may_write:
+            retention.collect(state, set(state.index.unowned()) - adopted)
+            retention.shrink(state)
 
 
 def _clear(state: State) -> None:
@@ -43,8 +48,10 @@ def _clear(state: State) -> None:
         state.quarantine_bytes += disk_size(size)
 
 
-def _recover_blocks(state: State) -> None:
+def _recover_blocks(state: State) -> set[bytes]:
+    """Returns the blocks that were adopted."""
     index = state.index
+    adopted: set[bytes] = set()
     found: set[bytes] = set()
     for folder in _folders(state.paths.blocks):
         for path, size in _files(folder):
@@ -68,10 +75,12 @@ def _recover_blocks(state: State) -> None:
                 continue
             index.add_block(name, BlockEntry(sys.intern(info.fingerprint), size, info.header.seal))
             state.count("adopted_blocks")
-            found.add(name)
+            adopted.add(name)
+    found |= adopted
     for name in index.blocks.keys() - found:
         index.drop_block(name)
         state.count("missing")
+    return adopted
 
 
 def _recover_tails(state: State) -> None:
@@ -101,7 +110,7 @@ def _recover_tails(state: State) -> None:
                 state.count("read_errors")
     for named, tail in known.items():
         if named not in found:
-            index.drop_tail(named[0], tail)
+            index.drop_tail(named[0], tail, keep_blocks=True)
             state.count("missing")
     for facts, key, used in sorted(adopted, key=lambda item: item[0].serial):
         _adopt_tail(state, facts, key, used)

@@ -9,7 +9,7 @@ from typing import Any
 
 from . import retention
 from .blocks import BlockFormat
-from .container import read_seal
+from .container import seal_of
 from .disk import disk_size
 from .index import BlockEntry, TailEntry
 from .layout import Array, Tail
@@ -144,7 +144,7 @@ class BlockPut(FilePut):
         return [self.header, *self._arrays]
 
     def enter(self) -> Stored:
-        entry = BlockEntry(self.fingerprint, self.nbytes, read_seal(self.header))
+        entry = BlockEntry(self.fingerprint, self.nbytes, seal_of(self.header))
         self.state.index.add_block(self.name, entry)
         self._claim()
         self.state.count("blocks_written")
@@ -187,7 +187,7 @@ class TailPut(FilePut):
         state, index = self.state, self.state.index
         blocks = b"".join(self.tail.blocks)
         entry = TailEntry(
-            self.tokens, self.tail.chain, self._serial, self.nbytes, read_seal(self.header), blocks
+            self.tokens, self.tail.chain, self._serial, self.nbytes, seal_of(self.header), blocks
         )
         index.agent(self.key, self.agent, self.salt, self.fingerprint, state.clock())
         for old in index.add_tail(self.key, entry, self._keep):

@@ -255,7 +255,7 @@ class State:
             agent = self.index.agents.get(key)
             if agent is None or entry not in agent.tails:
                 return
-            self.index.drop_tail(key, entry)
+            self.index.drop_tail(key, entry, keep_blocks=True)
             self.count(what)
             if what == "corrupt":
                 self.quarantine(

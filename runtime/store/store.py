@@ -125,14 +125,16 @@ class BlockStore:
         state = self._state
         try:
             recover(state)
-            if state.may_write:
-                retention.collect(state, state.index.unowned())
-                retention.shrink(state)
         except OSError as error:
             state.refuse(error)
         state.commit()
 
     # Names
+
+    @property
+    def root(self) -> Path:
+        """The folder."""
+        return self._state.paths.root
 
     @property
     def block_bytes(self) -> int:
