@@ -6,7 +6,6 @@ link) and what must not (requests in flight, which fail at once).
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Awaitable
@@ -232,10 +231,13 @@ class Exchange:
     async def next_delivery(self) -> Delivery:
         """Wait for the next delivery. Cancelling loses nothing."""
         delivery = await self._inbox.get()
+        self._consumed(delivery)
+        return delivery
+
+    def _consumed(self, delivery: Delivery) -> None:
         due = self._credit.consumed(len(delivery.body))
         if due is not None:
             self.give_credit(None, "", *due)
-        return delivery
 
     # Subscriptions
 
@@ -302,8 +304,9 @@ class Exchange:
             cancelled = self._open.pop(correlation, None)
             if cancelled is not None:
                 cancelled.cancelled.set()
-                with contextlib.suppress(ValueError):
-                    self._inbox.items.remove(cancelled)  # nobody has looked at it: nobody need
+                if cancelled in self._inbox.items:  # nobody has looked at it: nobody need
+                    self._inbox.items.remove(cancelled)
+                    self._consumed(cancelled)
         else:
             raise ProtocolError(f"a {kind.name} from the broker")
 
