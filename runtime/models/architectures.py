@@ -6,7 +6,6 @@ list of tensors with a transform each), so that what a conversion will do can be
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -43,8 +42,15 @@ class Plan:
     tensors: dict[str, Source]
 
 
-def plan_for(fields: dict[str, Any], tensors: set[str], vocabulary: GgufVocabulary) -> Plan:
+def plan_for(
+    fields: dict[str, Any],
+    tensors: set[str],
+    vocabulary: GgufVocabulary,
+    rope_factors: Array | None = None,
+) -> Plan:
     """The plan for a file with these metadata fields and tensor names.
+
+    ``rope_factors`` are the values of the tensor ``rope_freqs.weight``, if the file has one.
 
     Raises:
         ModelError: an unknown architecture, a variant of a known one that would compute something else,
@@ -55,7 +61,7 @@ def plan_for(fields: dict[str, Any], tensors: set[str], vocabulary: GgufVocabula
         raise ModelError(
             f"GGUF architecture {architecture!r} is not supported; known: {', '.join(sorted(_PLANNERS))}"
         )
-    plan = _PLANNERS[architecture](_Reader(architecture, fields), tensors, vocabulary)
+    plan = _PLANNERS[architecture](_Reader(architecture, fields, rope_factors), tensors, vocabulary)
     used = {source.name for source in plan.tensors.values()}
     if missing := sorted(used - tensors):
         raise ModelError(
@@ -76,6 +82,7 @@ _NOT_WEIGHTS = {"rope_freqs.weight"}  # read by the planner itself
 class _Reader:
     architecture: str
     fields: dict[str, Any]
+    rope_factors: Array | None
 
     def need(self, name: str) -> Any:
         key = f"{self.architecture}.{name}"
@@ -161,7 +168,7 @@ def _llama(read: _Reader, tensors: set[str], vocabulary: GgufVocabulary) -> Plan
         "architectures": ["LlamaForCausalLM"],
         "rope_theta": _decimal(read.get("rope.freq_base", 10000.0)),
         "rope_traditional": False,
-        "rope_scaling": _rope_scaling(read, tensors),
+        "rope_scaling": _rope_scaling(read, config["head_dim"]),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
@@ -169,12 +176,40 @@ def _llama(read: _Reader, tensors: set[str], vocabulary: GgufVocabulary) -> Plan
     return Plan(config, out)
 
 
-def _rope_scaling(read: _Reader, tensors: set[str]) -> dict[str, Any] | None:
-    if "rope_freqs.weight" in tensors:
-        # The per-frequency factors are Llama 3.1's and 3.2's; their parameters are not in the file.
+_LLAMA3_SCALINGS: tuple[dict[str, Any], ...] = tuple(
+    {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    for factor in (8.0, 32.0)  # Llama 3.1 and 3.3; Llama 3.2
+)
+
+
+def llama3_factors(base: float, width: int, scaling: dict[str, Any]) -> Array:
+    """By how much Llama 3's scaling slows each frequency down: what GGUF files hold as ``rope_freqs``."""
+    original = scaling["original_max_position_embeddings"]
+    low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
+    wavelengths = 2 * np.pi * base ** (np.arange(0, width, 2) / width)
+    smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
+    return np.asarray(1 / ((1 - smooth) / factor + smooth), dtype=np.float32)
+
+
+def _rope_scaling(read: _Reader, width: int) -> dict[str, Any] | None:
+    if read.rope_factors is not None:
+        # The file has the resulting factors, not the scaling's parameters: find those that give them.
+        base = _decimal(read.get("rope.freq_base", 10000.0))
+        for scaling in _LLAMA3_SCALINGS:
+            expected = llama3_factors(base, width, scaling)
+            if expected.shape == read.rope_factors.shape and np.allclose(
+                expected, read.rope_factors, rtol=1e-4
+            ):
+                return dict(scaling)
         raise ModelError(
-            "GGUF files with rope_freqs (Llama 3.1 and later) are not supported: the scaling's parameters "
-            "are not in the file; load the model from its mlx-lm or Hub folder instead"
+            "the GGUF file scales RoPE by factors that are not those of Llama 3.1 to 3.3; "
+            "load the model from its mlx-lm or Hub folder instead"
         )
     kind = read.get("rope.scaling.type", "none")
     if kind == "none":
@@ -218,13 +253,12 @@ def _gemma3(read: _Reader, tensors: set[str], vocabulary: GgufVocabulary) -> Pla
         "architectures": ["Gemma3ForCausalLM"],
         "rope_theta": _decimal(read.get("rope.freq_base", 1_000_000.0)),
         "rope_local_base_freq": _decimal(read.get("rope.freq_base_swa", 10_000.0)),
-        "rope_scaling": _rope_scaling(read, tensors),
+        "rope_scaling": _rope_scaling(read, config["head_dim"]),
         "query_pre_attn_scalar": scalar,
         "sliding_window": read.need("attention.sliding_window"),
         "sliding_window_pattern": read.get("attention.sliding_window_pattern", 6),
         "tie_word_embeddings": "output.weight" not in tensors,
     }
-    assert math.isfinite(config["rms_norm_eps"])
     return Plan(config, out)
 
 

@@ -1,6 +1,7 @@
-"""The OpenBLAS of numpy's wheel behind the names MLX calls, compiled on first use.
+"""The OpenBLAS of numpy's wheel behind the names MLX calls.
 
-Owns finding that library and the compiled forwarder (``blas_shim.c``) in the user's cache folder.
+Owns finding that library and the compiled forwarder (``blas_shim.c``): built when offbook is installed, or
+on first use into the user's cache folder.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ class ShimUnavailable(Exception):
 
 
 def library() -> Path:
-    """The compiled forwarder, bound to numpy's OpenBLAS; load it with global visibility.
+    """The compiled forwarder, loaded with global visibility and bound to numpy's OpenBLAS.
 
     Raises:
         ShimUnavailable: no bundled OpenBLAS, no C compiler, or an unwritable cache.
     """
     bundled = bundled_openblas()
     path = _compiled()
-    handle = ctypes.CDLL(str(path))
+    handle = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
     for prefix, suffix in _NAMES:
         if handle.offbook_blas_bind(str(bundled).encode(), prefix.encode(), suffix.encode()) == 0:
             return path
@@ -53,6 +54,9 @@ def bundled_openblas() -> Path:
 
 
 def _compiled() -> Path:
+    installed = importlib.util.find_spec("offbook.runtime.models._blas_shim")
+    if installed is not None and installed.origin is not None:
+        return Path(installed.origin)
     key = hashlib.sha256(_SOURCE.read_bytes() + platform.machine().encode()).hexdigest()[:16]
     target = cache_root() / "blas" / f"shim-{key}.so"
     if target.exists():

@@ -29,7 +29,7 @@ def no_progress(stage: str, done: int, total: int) -> None:
 def cache_root() -> Path:
     """``$OFFBOOK_CACHE``, else ``offbook`` in the user's cache folder. Not created here."""
     if chosen := os.environ.get("OFFBOOK_CACHE"):
-        return Path(chosen).expanduser()
+        return Path(chosen).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "offbook"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from offbook.runtime.models.architectures import Plan, plan_for
 from offbook.runtime.models.cache import Progress, no_progress
 from offbook.runtime.models.gguf_tokenizer import GgufVocabulary
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 """Part of a converted folder's name: a change of what is written makes old folders unused."""
 
 EXACT_LIMIT = 2_000_000_000
@@ -81,7 +82,10 @@ def convert(path: Path, folder: Path, *, source: str, progress: Progress = no_pr
     """
     file = read(path)
     vocabulary = GgufVocabulary(file.fields)
-    plan = plan_for(file.fields, set(file.tensors), vocabulary)
+    factors = file.tensors.get("rope_freqs.weight")
+    plan = plan_for(
+        file.fields, set(file.tensors), vocabulary, None if factors is None else _dequantise(factors)
+    )
     exact = file.parameters <= EXACT_LIMIT
     config = plan.config | {
         "torch_dtype": "float32" if exact else "float16",
@@ -139,8 +143,6 @@ def _write_weights(file: GgufFile, plan: Plan, path: Path, exact: bool, progress
             values = source.transform(_dequantise(file.tensors[source.name]))
             out.write(np.ascontiguousarray(values, dtype=dtype).data)
         out.flush()
-        import os
-
         os.fsync(out.fileno())
     progress("convert", len(plan.tensors), len(plan.tensors))
 

@@ -58,7 +58,6 @@ _END_OF_TURN = (
     "<|eom_id|>",
     "<end_of_turn>",
     "<|end_of_turn|>",
-    "</s>",
 )
 
 
@@ -101,7 +100,7 @@ class GgufVocabulary:
         ids += [
             i
             for i, (text, kind) in enumerate(zip(self.tokens, self.types, strict=True))
-            if kind in (CONTROL, USER_DEFINED) and text in texts
+            if kind == CONTROL and text in texts
         ]
         return list(dict.fromkeys(ids))
 

@@ -71,12 +71,14 @@ def load(
     *,
     progress: Progress | None = None,
     device: Literal["cpu", "gpu"] | None = None,
+    latent: bool = True,
 ) -> LoadedModel:
     """Load the model ``ref`` names.
 
     Args:
         progress: called as ``progress(stage, done, total)`` during long work.
         device: where it will run; MLX's default device when None.
+        latent: give DeepSeek-V2 the form that caches latents; False keeps mlx-lm's own.
 
     Raises:
         UnknownModel: ``ref`` names nothing.
@@ -92,7 +94,7 @@ def load(
     with mx.stream(mx.cpu if device == "cpu" else mx.gpu):
         model, config = _load_weights(path)
         dtype = _to_device_dtype(model, device)
-        if config.get("model_type") == "deepseek_v2":
+        if latent and config.get("model_type") == "deepseek_v2":
             from offbook.runtime.models.deepseek_v2 import to_latent
 
             model = to_latent(model)
