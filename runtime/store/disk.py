@@ -97,7 +97,7 @@ class Disk:
                 self.step("write", path)
                 self.write_out(fd, buffers)
                 self.step("fsync", path)
-                os.fsync(fd)
+                self.sync(fd)
             finally:
                 os.close(fd)
         except OSError:
@@ -115,9 +115,12 @@ class Disk:
         self.step("fsync folder", path)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            os.fsync(fd)
+            self.sync(fd)
         finally:
             os.close(fd)
+
+    def sync(self, fd: int) -> None:
+        os.fsync(fd)
 
     def remove(self, path: str) -> None:
         """Remove a file; not being there is fine."""

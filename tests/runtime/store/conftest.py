@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from offbook.runtime.store import Array, BlockStore, Tail, TensorSpec
+from offbook.runtime.store.disk import Disk
 
 FINGERPRINT = "f" * 64
 LAYOUT = [
@@ -114,6 +115,13 @@ def kit() -> Kit:
     return Kit()
 
 
+class QuickDisk(Disk):
+    """Does not wait for the device: what most tests are about does not need it."""
+
+    def sync(self, fd: int) -> None:
+        pass
+
+
 Opener = Callable[..., BlockStore]
 
 
@@ -124,6 +132,7 @@ def open_store(tmp_path: Path) -> Iterator[Opener]:
 
     def open_one(**options: Any) -> BlockStore:
         options = {"fingerprint": FINGERPRINT, "layout": LAYOUT, "lock_seconds": 0.0, **options}
+        options.setdefault("disk", QuickDisk())
         store = BlockStore(options.pop("root", tmp_path / "kv"), **options)
         opened.append(store)
         return store
