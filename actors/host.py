@@ -155,7 +155,6 @@ class Host:
             self.journal,
             self.quiet,
             published=self._published,
-            is_local=self._kinds.__contains__,
             failed=self.failed,
         )
         self._ingress = Ingress(self, self.quiet)

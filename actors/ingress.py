@@ -43,6 +43,7 @@ _ATTACH_TRIES = 8
 class IngressPort(Protocol):
     """What the ingress needs of its host."""
 
+    name: str
     journal: Journal
     mailbox_limit: int
 
@@ -171,6 +172,7 @@ class Ingress:
                 NoSuchActor(
                     f"there is no {message.actor}: it was never spawned and needs {missing} to begin",
                     actor=message.actor,
+                    host=self._port.name,
                 )
             )
             return

@@ -63,7 +63,6 @@ class Outbox:
 
     Args:
         published: called with topic and sequence number once a publication is retained.
-        is_local: whether a kind is served by this host, so that an absent actor stays absent.
         failed: called with what could not be delivered.
     """
 
@@ -74,14 +73,12 @@ class Outbox:
         quiet: Quiet,
         *,
         published: Callable[[str, int], None],
-        is_local: Callable[[str], bool],
         failed: Callable[[Failure, BaseException], None],
     ) -> None:
         self._bus = bus
         self._journal = journal
         self._quiet = quiet
         self._published = published
-        self._is_local = is_local
         self._failed = failed
         self._lanes: dict[Lane, deque[Outgoing]] = {}
         self._unsent: Counter[str] = Counter()
@@ -179,8 +176,8 @@ class Outbox:
             return True
         if isinstance(exc, (MailboxFull, JournalFailed)):
             return False
-        local = isinstance(exc, NoSuchActor) and self._is_local(row.target.partition("/")[0])
-        return local or (isinstance(exc, NoSuchActor) and waited > _PATIENCE)
+        # A host that knows the kind says so for good; the broker only says that nobody serves it now.
+        return isinstance(exc, NoSuchActor) and ("host" in exc.details or waited > _PATIENCE)
 
     async def _bury(self, row: Outgoing, exc: OffbookError, tries: int) -> None:
         reason = f"{type(exc).__name__}: {exc}"

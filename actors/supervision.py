@@ -39,7 +39,7 @@ class Supervision:
         period: the window of ``intensity``, in seconds.
     """
 
-    max_tries: int = 3
+    max_tries: int = 5
     backoff: float = 0.05
     backoff_max: float = 5.0
     intensity: int = 30

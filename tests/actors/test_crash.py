@@ -1,0 +1,222 @@
+"""``kill -9`` at every boundary of the journal: nothing is lost, nothing happens twice, no turn is half done."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import anyio
+import pytest
+
+from offbook.actors import Actor, Agent, Message, Request, VirtualClock, on
+from offbook.actors.lm import Generate
+from offbook.actors.testing import team, text_of
+
+STEPS = 2
+
+
+class Go(Message):
+    number: int
+
+
+class Step(Message):
+    number: int
+
+
+class News(Message):
+    number: int
+    text: str
+
+
+class Later(Message):
+    number: int
+
+
+class Take(Request[int]):
+    number: int
+
+
+class Ledger(Actor):
+    steps: list[int] = []
+    taken: list[int] = []
+    topics = ("news",)
+    news: list[int] = []
+
+    @on
+    async def step(self, msg: Step) -> None:
+        self.steps.append(msg.number)
+
+    @on
+    async def take(self, ask: Take) -> int:
+        self.taken.append(ask.number)
+        return len(self.taken)
+
+    @on
+    async def read(self, msg: News) -> None:
+        self.news.append(msg.number)
+
+
+class Source(Agent):
+    done: list[int] = []
+    later: list[int] = []
+    answers: list[int] = []
+
+    @on
+    async def go(self, msg: Go) -> None:
+        reply = await self.say(f"number {msg.number}.")
+        self.answers.append(await self.ask("ledger/main", Take(msg.number)))
+        await self.tell("ledger/main", Step(msg.number))
+        await self.publish("news", News(msg.number, reply.text))
+        self.after(10, Later(msg.number))
+        self.done.append(msg.number)
+
+    @on
+    async def wait(self, msg: Later) -> None:
+        self.later.append(msg.number)
+
+
+async def scenario(folder: Path, fault: Callable[[str], None] | None) -> None:
+    """The script of every process: the same each time it is started."""
+
+    def answer(request: Generate) -> str:
+        with (folder / "requests").open("a") as file:
+            file.write(request.messages[-1].content + "\n")
+        return "yes"
+
+    async with team(folder, clock=VirtualClock(1), answer=answer, fault=fault) as (host, _):
+        await host.spawn(Ledger, "main")
+        await host.spawn(Source, "main")
+        for number in range(STEPS):
+            await host.tell("source/main", Go(number), once=f"go {number}")
+        report = await host.run(until=60)
+        ledger = await host.journal.do("test", lambda db: state_of(db, "ledger/main"))
+        source = await host.journal.do("test", lambda db: state_of(db, "source/main"))
+        rest = await host.journal.do(
+            "test",
+            lambda db: {
+                table: db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0]
+                for table in ("inbox", "outbox", "timers", "calls", "dead")
+            },
+        )
+        tokens = await host.journal.do(
+            "test", lambda db: [row[0] for row in db.execute("SELECT tokens FROM transcript ORDER BY turn")]
+        )
+        result = {
+            "ledger": ledger,
+            "source": source,
+            "rest": rest,
+            "text": text_of(b"".join(tokens)),
+            "failures": [failure.error for failure in report.failures],
+        }
+    (folder / "result").write_text(json.dumps(result))
+
+
+def state_of(db: object, actor: str) -> object:
+    import msgspec
+
+    row = db.execute("SELECT state FROM actors WHERE id=?", (actor,)).fetchone()  # type: ignore[attr-defined]
+    return msgspec.msgpack.decode(row[0])
+
+
+def child(folder: Path, fault: Callable[[str], None] | None) -> int:
+    """Run the scenario in a process of its own; returns how it ended (0, or minus the signal)."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            anyio.run(scenario, folder, fault)
+            os._exit(0)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def kill_at(count: int, log: Path | None = None) -> Callable[[str], None]:
+    """A fault hook that kills the process at its ``count``-th boundary."""
+    left = count
+
+    def fault(point: str) -> None:
+        nonlocal left
+        if log is not None:
+            with log.open("a") as file:
+                file.write(point + "\n")
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return fault
+
+
+def check(folder: Path, crashes: int) -> None:
+    """Every invariant, after the last process ended well."""
+    result = json.loads((folder / "result").read_text())
+    numbers = list(range(STEPS))
+    assert result["failures"] == []
+    assert result["rest"] == {"inbox": 0, "outbox": 0, "timers": 0, "calls": 0, "dead": 0}
+    assert result["source"]["done"] == numbers, "each turn of the source once, in order"
+    assert result["source"]["answers"] == [1, 2], "an answered question stays answered"
+    assert sorted(result["source"]["later"]) == numbers, "each timer once"
+    assert result["ledger"]["steps"] == numbers, "each message once, in order"
+    assert result["ledger"]["taken"] == numbers, "each question once"
+    assert result["ledger"]["news"] == numbers, "each event once, in order"
+    assert result["text"].count("[user]number") == STEPS, "each prompt once in the transcript"
+    requests = Counter((folder / "requests").read_text().split("\n")[:-1])
+    assert all(count <= 1 + crashes for count in requests.values())
+
+
+def boundaries(folder: Path) -> list[str]:
+    log = folder / "points"
+    assert child(folder, kill_at(0, log)) == 0
+    return log.read_text().split()
+
+
+def test_kill_at_every_boundary(tmp_path: Path) -> None:
+    calm = tmp_path / "calm"
+    calm.mkdir()
+    points = boundaries(calm)
+    check(calm, crashes=0)
+    kinds = set(points)
+    assert {"work:accept", "work:turn", "work:call", "work:event", "work:fire", "work:publish"} <= kinds
+    for number, point in enumerate(points, 1):
+        if point not in ("commit", "committed"):
+            continue  # on disk, the points before the commit of one transaction look the same
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        ended = child(folder, kill_at(number))
+        if ended == 0:
+            continue  # this run grouped its commits otherwise and had fewer boundaries
+        assert ended == -signal.SIGKILL
+        assert child(folder, None) == 0
+        check(folder, crashes=1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kill_again_and_again_at_random(tmp_path: Path, seed: int) -> None:
+    random = Random(seed)
+    crashes = 0
+    while (ended := child(tmp_path, kill_at(random.randint(45, 120)))) != 0:
+        assert ended == -signal.SIGKILL
+        crashes += 1
+        assert crashes < 50
+    check(tmp_path, crashes)
+
+
+def test_a_finished_language_model_call_is_not_made_again(tmp_path: Path) -> None:
+    def fault(point: str) -> None:
+        if point == "committed" and seen == ["work:call"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if point == "work:call":
+            seen.append(point)
+
+    seen: list[str] = []
+    assert child(tmp_path, fault) == -signal.SIGKILL
+    assert child(tmp_path, None) == 0
+    check(tmp_path, crashes=0)
