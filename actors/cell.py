@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 import msgspec
 
+from offbook.bus.body import check_size
 from offbook.bus.errors import (
     ActorFailed,
     ActorStopped,
@@ -476,6 +477,7 @@ class Cell:
         if message.mode is not Mode.ASK:
             return None
         body = encode(result)
+        check_size(len(body))
         handler = self.spec.handlers[message.type]
         if handler.reply is not Any:
             try:

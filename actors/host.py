@@ -126,7 +126,7 @@ class Host:
         self._waits: dict[str, Counter[str]] = {}
         self._registering = anyio.Lock()
         self._stack = AsyncExitStack()
-        self._stopping = False
+        self.stopping = False
 
     # -- life -----------------------------------------------------------------------------------------------
 
@@ -174,14 +174,18 @@ class Host:
         if not self.clock.virtual:
             self._tasks.start_soon(self._timers.run)
 
+    async def stop(self) -> None:
+        """Take nothing more on, and tell those who wait for answers. Messages stay in the journal."""
+        self.stopping = True
+        stopped = ActorStopped(f"the host {self.name} stops")
+        with anyio.CancelScope(shield=True):
+            for cell in self.cells():
+                await cell.dismiss(stopped)
+
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stopping = True
-        stopped = ActorStopped(f"the host {self.name} stops")
-        with anyio.CancelScope(shield=True):
-            for cell in list(self._cells.values()):
-                await cell.dismiss(stopped)
+        await self.stop()
         self._tasks.cancel_scope.cancel()
         try:
             await self._stack.__aexit__(None, None, None)
@@ -450,7 +454,7 @@ class Host:
         if cell.asleep:
             if self._cells.get(cell.id) is cell:
                 del self._cells[cell.id]
-        elif not cell.stopped and not self._stopping:
+        elif not cell.stopped and not self.stopping:
             self._resting[cell.id] = cell
             self._resting.move_to_end(cell.id)
             while len(self._resting) > self._max_active:

@@ -44,6 +44,7 @@ class IngressPort(Protocol):
     """What the ingress needs of its host."""
 
     name: str
+    stopping: bool
     journal: Journal
     mailbox_limit: int
 
@@ -98,6 +99,8 @@ class Ingress:
     def _check(self, delivery: Delivery) -> ActorSpec:
         """Everything that can be known without the journal."""
         envelope = delivery.envelope
+        if self._port.stopping:
+            raise ActorStopped(f"the host {self._port.name} stops", actor=envelope.to)
         kind = parse_address(envelope.to).kind
         spec = self._port.spec(kind)
         if spec is None:

@@ -20,8 +20,9 @@ import anyio.abc
 import msgspec
 
 from offbook.bus import Broker, Bus, Delivery, connect
-from offbook.bus.errors import ContextTooLarge, OffbookError, UnknownMessageType
+from offbook.bus.errors import ContextTooLarge, NoSuchActor, OffbookError, UnknownMessageType
 
+from . import statements
 from .clock import Clock
 from .host import Host
 from .journal import Fault, Journal
@@ -44,6 +45,7 @@ from .lm import (
     Stats,
     Usage,
 )
+from .memory import fold
 from .topicstore import JournalTopicStore
 
 Answer = Callable[[Generate], str]
@@ -219,6 +221,21 @@ class FakeEngine:
             ),
             counters={"requests": float(len(self.requests))},
         )  # fmt: skip
+
+
+async def stored_state(host: Host, actor: str) -> dict[str, Any]:
+    """The state fields of an actor as they are in the journal now."""
+    snapshot = await host.journal.do("load", lambda db: statements.load(db, actor))
+    if snapshot is None:
+        raise NoSuchActor(f"there is no {actor}", actor=actor)
+    state: dict[str, Any] = msgspec.msgpack.decode(snapshot.state)
+    return state
+
+
+async def stored_transcript(host: Host, actor: str) -> str:
+    """The text of an agent's transcript of fake tokens as it is in the journal now."""
+    snapshot = await host.journal.do("load", lambda db: statements.load(db, actor))
+    return text_of(fold(snapshot.segments)) if snapshot is not None else ""
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""``kill -9`` at every boundary of the journal: nothing is lost, nothing happens twice, no turn is half done."""
+"""``kill -9`` at every boundary of the journal: nothing lost, nothing done twice, no half turn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from offbook.actors import Actor, Agent, Message, Request, VirtualClock, on
 from offbook.actors.lm import Generate
-from offbook.actors.testing import team, text_of
+from offbook.actors.testing import stored_state, stored_transcript, team
 
 STEPS = 2
 
@@ -94,8 +94,8 @@ async def scenario(folder: Path, fault: Callable[[str], None] | None) -> None:
         for number in range(STEPS):
             await host.tell("source/main", Go(number), once=f"go {number}")
         report = await host.run(until=60)
-        ledger = await host.journal.do("test", lambda db: state_of(db, "ledger/main"))
-        source = await host.journal.do("test", lambda db: state_of(db, "source/main"))
+        ledger = await stored_state(host, "ledger/main")
+        source = await stored_state(host, "source/main")
         rest = await host.journal.do(
             "test",
             lambda db: {
@@ -103,24 +103,14 @@ async def scenario(folder: Path, fault: Callable[[str], None] | None) -> None:
                 for table in ("inbox", "outbox", "timers", "calls", "dead")
             },
         )
-        tokens = await host.journal.do(
-            "test", lambda db: [row[0] for row in db.execute("SELECT tokens FROM transcript ORDER BY turn")]
-        )
         result = {
             "ledger": ledger,
             "source": source,
             "rest": rest,
-            "text": text_of(b"".join(tokens)),
+            "text": await stored_transcript(host, "source/main"),
             "failures": [failure.error for failure in report.failures],
         }
     (folder / "result").write_text(json.dumps(result))
-
-
-def state_of(db: object, actor: str) -> object:
-    import msgspec
-
-    row = db.execute("SELECT state FROM actors WHERE id=?", (actor,)).fetchone()  # type: ignore[attr-defined]
-    return msgspec.msgpack.decode(row[0])
 
 
 def child(folder: Path, fault: Callable[[str], None] | None) -> int:

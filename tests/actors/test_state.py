@@ -1,0 +1,281 @@
+"""Durable state: what is stored, what is refused, and how old state is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+
+from offbook.actors import Actor, Agent, InvalidRequest, Message, StateNotLoadable, StateNotStorable, on
+from offbook.actors.actor import make, spec_of
+
+
+class Note(msgspec.Struct):
+    text: str
+
+
+class LongNote(Note):
+    more: str = ""
+
+
+@dataclass
+class Point:
+    x: int
+    y: Any
+
+
+class Base(Actor):
+    name: str
+    count: int = 0
+
+
+class Sample(Base):
+    notes: list[Note] = []
+    table: dict[str, list[int]] = {}
+    anything: Any = None
+    points: list[Point] = []
+    marks: set[str] = set()
+    limit: ClassVar[int] = 3
+    _client: object
+
+
+def sample(**values: Any) -> Sample:
+    spec = spec_of(Sample)
+    state = spec.schema.load(spec.schema.initial({"name": "n"}), 1, "sample/a")
+    actor = make(spec, "sample/a", 0, state)
+    assert isinstance(actor, Sample)
+    for name, value in values.items():
+        setattr(actor, name, value)
+    return actor
+
+
+def dump(actor: Sample) -> Any:
+    schema = spec_of(Sample).schema
+    return schema.dump(schema.capture(actor))
+
+
+def test_annotated_fields_of_all_bases_are_state_and_others_are_not() -> None:
+    assert spec_of(Sample).schema.names == {
+        "name", "count", "notes", "table", "anything", "points", "marks"
+    }  # fmt: skip
+
+
+def test_state_comes_back_as_it_was() -> None:
+    values: dict[str, Any] = {
+        "notes": [Note("a")],
+        "table": {"z": [1], "a": [2]},
+        "anything": {"k": [1, None, 2.5]},
+        "points": [Point(1, "y")],
+        "marks": {"x", "y", "z"},
+    }
+    raw, again = dump(sample(**values))
+    assert {name: getattr(again, name) for name in values} == values
+    assert list(again.table) == ["z", "a"], "order is kept"
+    assert spec_of(Sample).schema.load(raw, 1, "sample/a") == again
+
+
+def test_mutable_defaults_are_not_shared() -> None:
+    one, other = sample(), sample()
+    one.notes.append(Note("x"))
+    assert other.notes == []
+    assert Sample.notes == []
+
+
+@pytest.mark.parametrize(
+    ("values", "path"),
+    [
+        ({"notes": [Note("a"), Note("b"), "c"]}, "$.notes[2]"),
+        ({"notes": [Note("a"), Note(object())]}, "$.notes[1].text"),  # type: ignore[arg-type]
+        ({"count": "three"}, "$.count"),
+        ({"count": 2**70}, "$.count"),
+        ({"name": "\ud800"}, "$.name"),
+        ({"anything": {"a": [1, lambda: None]}}, "$.anything['a'][1]"),
+        ({"anything": [object()]}, "$.anything[0]"),
+        ({"table": {"a": [1], "b": [1, "x"]}}, "$.table[...][1]"),
+        ({"points": [Point(1, open)]}, "$.points[0].y"),
+        ({"notes": [LongNote("a", more="lost")]}, "$.notes[0].more"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_with_its_path(values: dict[str, Any], path: str) -> None:
+    with pytest.raises(StateNotStorable) as caught:
+        dump(sample(**values))
+    assert caught.value.details["path"] == path
+    assert path in caught.value.message
+
+
+def test_a_cycle_is_refused() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(StateNotStorable, match=r"\$\.anything"):
+        dump(sample(anything=loop))
+
+
+def test_a_deleted_field_is_refused() -> None:
+    actor = sample()
+    del actor.count
+    # The class default shows through; an annotated field without one does not.
+    dump(actor)
+    del actor.name
+    with pytest.raises(StateNotStorable, match=r"\$\.name was deleted"):
+        dump(actor)
+
+
+def test_an_undeclared_attribute_is_refused_at_once() -> None:
+    actor = sample()
+    with pytest.raises(AttributeError, match="no state field 'cuont'"):
+        actor.cuont = 1  # type: ignore[attr-defined]
+    actor._client = object()
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({}, "needs a value for 'name'"),
+        ({"name": "n", "nmae": "x"}, "no state field 'nmae'"),
+        ({"name": 3}, r"\$\.name"),
+    ],
+)
+def test_a_new_actor_with_bad_state_is_refused(state: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        spec_of(Sample).schema.initial(state)
+
+
+# -- evolution ---------------------------------------------------------------------------------------------
+
+
+def test_added_fields_take_their_defaults_and_removed_ones_are_ignored() -> None:
+    class V1(Actor):
+        kind = "thing"
+        a: int = 1
+        gone: str = ""
+
+    class V2(Actor):
+        kind = "thing"
+        a: int = 0
+        b: list[str] = ["new"]
+
+    raw = spec_of(V1).schema.initial({"a": 5, "gone": "x"})
+    state: Any = spec_of(V2).schema.load(raw, 1, "thing/x")
+    assert (state.a, state.b) == (5, ["new"])
+
+
+def test_an_added_field_without_default_names_version_and_field() -> None:
+    class V1(Actor):
+        kind = "thing"
+        a: int = 1
+
+    class V2(Actor):
+        kind = "thing"
+        a: int = 0
+        b: str
+
+    raw = spec_of(V1).schema.initial({})
+    with pytest.raises(StateNotLoadable, match=r"thing/x: stored state of version 1.*`b`") as caught:
+        spec_of(V2).schema.load(raw, 1, "thing/x")
+    assert caught.value.details["path"] == "$.b"
+
+
+def test_migrate_from_upgrades_old_state() -> None:
+    class V1(Actor):
+        kind = "thing"
+        full_name: str = ""
+
+    class V3(Actor):
+        kind = "thing"
+        state_version = 3
+        first: str
+        last: str
+
+        @classmethod
+        def migrate_from(cls, version: int, state: dict[str, Any]) -> dict[str, Any]:
+            assert version == 1
+            first, last = state["full_name"].split(" ")
+            return {"first": first, "last": last}
+
+    raw = spec_of(V1).schema.initial({"full_name": "Ann Baker"})
+    state: Any = spec_of(V3).schema.load(raw, 1, "thing/x")
+    assert (state.first, state.last) == ("Ann", "Baker")
+    bad = spec_of(V1).schema.initial({"full_name": "Ann"})
+    with pytest.raises(StateNotLoadable, match="check migrate_from for version 1"):
+        spec_of(V3).schema.load(bad, 1, "thing/x")
+
+
+def test_state_of_a_newer_class_is_refused() -> None:
+    with pytest.raises(StateNotLoadable, match="version 7, but the class knows only 1"):
+        spec_of(Sample).schema.load(b"\x80", 7, "sample/a")
+
+
+def test_garbage_is_refused_as_a_typed_error() -> None:
+    with pytest.raises(StateNotLoadable):
+        spec_of(Sample).schema.load(b"\xc1\x00", 1, "sample/a")
+
+
+# -- class definitions -------------------------------------------------------------------------------------
+
+
+class Ping(Message):
+    pass
+
+
+def test_a_field_may_not_hide_a_method() -> None:
+    with pytest.raises(TypeError, match=r"Bad\.memory: this name belongs to Agent"):
+
+        class Bad(Agent):
+            memory: str  # type: ignore[assignment]
+
+
+def test_init_is_refused() -> None:
+    with pytest.raises(TypeError, match="use on_start"):
+
+        class Bad(Actor):
+            def __init__(self) -> None: ...
+
+
+def test_a_handler_must_be_async_and_take_a_message() -> None:
+    class NotAsync(Actor):
+        @on  # type: ignore[type-var]
+        def ping(self, msg: Ping) -> None: ...
+
+    class NoMessage(Actor):
+        @on
+        async def ping(self, msg: str) -> None: ...
+
+    class NoArgument(Actor):
+        @on
+        async def ping(self) -> None: ...
+
+    class Twice(Actor):
+        @on
+        async def one(self, msg: Ping) -> None: ...
+
+        @on
+        async def two(self, msg: Ping) -> None: ...
+
+    for cls, words in (
+        (NotAsync, "async"), (NoMessage, "not a message class"), (NoArgument, "one annotated"), (Twice, "both take")
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=words):
+            spec_of(cls)
+
+
+def test_messages_and_handlers_may_be_local_to_a_function() -> None:
+    class Local(Message):
+        text: str
+
+    class Other(Message):
+        pass
+
+    class Here(Actor):
+        seen: list[Local] = []
+
+        @on
+        async def hear(self, msg: Local | Other) -> None: ...
+
+    class Sub(Here):
+        more: int = 0
+
+    assert set(spec_of(Sub).handlers) == {"Local", "Other"}
+    assert spec_of(Sub).schema.names == {"seen", "more"}
+    assert spec_of(Here).kind == "here"
