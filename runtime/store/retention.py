@@ -15,9 +15,6 @@ from .index import TailEntry
 from .results import Full, Removed, RemoveResult
 from .state import State
 
-CATALOG_MARGIN = 256 << 10
-"""Kept free for what the catalog and its log may grow by in one commit; it is measured after each."""
-
 
 def reserve(state: State, nbytes: int, keep: bytes | None) -> Full | None:
     """Reserve ``nbytes`` of disk, evicting as needed but never the agent ``keep``. Full if it cannot fit.
@@ -27,7 +24,7 @@ def reserve(state: State, nbytes: int, keep: bytes | None) -> Full | None:
     if state.cap_bytes is not None and _over(state, nbytes):
         with state.lock:
             kept = _kept_bytes(state, keep)
-        fixed = state.catalog_bytes + CATALOG_MARGIN + state.reserved_bytes
+        fixed = state.catalog_charge + state.reserved_bytes
         if fixed + nbytes + kept <= state.cap_bytes:
             _evict(state, nbytes, keep)
         if _over(state, nbytes):
@@ -53,7 +50,8 @@ def shrink(state: State) -> None:
 def _over(state: State, nbytes: int) -> bool:
     if state.cap_bytes is None:
         return False
-    return state.used_bytes + CATALOG_MARGIN + state.reserved_bytes + nbytes > state.cap_bytes
+    taken = state.index.file_bytes + state.quarantine_bytes + state.reserved_bytes
+    return state.catalog_charge + taken + nbytes > state.cap_bytes
 
 
 def _kept_bytes(state: State, keep: bytes | None) -> int:

@@ -177,9 +177,7 @@ class TailPut(FilePut):
         return self.state.paths.tail(self.key, self.tokens, self._serial)
 
     def contents(self) -> Sequence[Any]:
-        self.header, arrays = encode_tail(
-            self.state.fingerprint, self.salt, self.agent, self.tail, self._serial
-        )
+        self.header, arrays = encode_tail(self.fingerprint, self.salt, self.agent, self.tail, self._serial)
         return [self.header, *(array for array in arrays if array.nbytes)]
 
     def enter(self) -> Stored:

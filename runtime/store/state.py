@@ -22,6 +22,9 @@ from .results import Failed, Full, ReadOnly, StoreLocked
 
 log = logging.getLogger(__name__)
 
+CATALOG_MARGIN = 384 << 10
+"""Charged for the catalog beside its main file: its log and what one commit adds. A fixed amount, so that
+room does not come and go with the log."""
 QUARANTINE_FILES = 32
 QUARANTINE_BYTES = 64 << 20
 
@@ -56,6 +59,7 @@ class State:
         self.reserved_bytes = 0
         self.catalog: Catalog | None = None
         self.catalog_bytes = 0
+        self.catalog_charge = CATALOG_MARGIN
         self.quarantined: deque[tuple[str, int]] = deque()
         self.quarantine_bytes = 0
         self.degraded: Full | ReadOnly | None = None
@@ -204,13 +208,16 @@ class State:
                     return
 
     def _measure_catalog(self) -> None:
-        total = 0
+        total = main = 0
         for suffix in ("", "-wal", "-shm"):
             try:
-                total += disk_size(os.stat(f"{self.paths.catalog}{suffix}").st_size)
+                size = disk_size(os.stat(f"{self.paths.catalog}{suffix}").st_size)
             except OSError:
                 continue
+            total += size
+            main += size if not suffix else 0
         self.catalog_bytes = total
+        self.catalog_charge = main + CATALOG_MARGIN
 
     # Bad files
 
