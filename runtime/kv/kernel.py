@@ -69,7 +69,8 @@ class NativeAttention:
                 [table.pages for table in step.tables],
                 [table.sealed for table in step.tables],
                 lengths,
-                None if window is None else [max(0, length - window) for length in lengths],
+                # What the first new token sees; a block before that may have been given back.
+                None if window is None else [max(0, past + 1 - window) for past in step.past],
             )
         return known  # type: ignore[no-any-return]
 
