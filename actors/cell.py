@@ -284,7 +284,10 @@ class Cell:
         """Run one turn; None if it committed (or the actor was stopped), else the error."""
         try:
             await self._activate()
-        except (StateNotLoadable, NoSuchActor) as exc:
+        except NoSuchActor as exc:
+            await self._bury(message, exc, exc.message)
+            return None
+        except StateNotLoadable as exc:
             self.stopped = exc.message
             self.port.failed(
                 Failure(self.id, message.id, message.type, exc.message, message.tries, "stop"), exc
@@ -445,9 +448,13 @@ class Cell:
             forks=turn.forks,
         )
         clock_now = self.port.clock.now()
+        upcoming = self._upcoming()
         outgoing, born = await self.port.journal.do(
-            "turn", lambda db: statements.commit(db, record, clock_now, time.time())
+            "turn", lambda db: statements.commit(db, record, upcoming, clock_now, time.time())
         )
+        if upcoming is not None:
+            upcoming.tries += 1
+            upcoming.counted = True
         self._snapshot = Snapshot(
             self.id,
             self.spec.kind,
@@ -471,6 +478,13 @@ class Cell:
             self.port.forget(self.id)
         for delivery in waiting:
             await delivery.reply(record.reply or b"\xc0")
+
+    def _upcoming(self) -> Inbound | None:
+        """The next message, if its try can be counted with the commit of this turn."""
+        if len(self.mailbox) < 2:
+            return None
+        following = self.mailbox[1]
+        return following if not following.counted and not following.tries else None
 
     def _reply(self, message: Inbound, result: Any) -> bytes | None:
         """The encoded answer, checked against the type that the request declares."""

@@ -93,6 +93,8 @@ class Ingress:
             deadline=envelope.deadline if mode is Mode.ASK else 0.0,
             chain=envelope.chain,
             traceparent=envelope.traceparent,
+            # An idle actor begins at once: its try is counted as the message is stored.
+            tries=0 if self._depth(envelope.to) else 1,
         )
         self._store(delivery, message, spec)
 
@@ -117,7 +119,7 @@ class Ingress:
         cell = self._port.find(envelope.to)
         if cell is not None and cell.stopped:
             raise ActorStopped(f"{envelope.to} was stopped: {cell.stopped}", actor=envelope.to)
-        depth = (len(cell.mailbox) if cell else 0) + self._on_the_way[envelope.to]
+        depth = self._depth(envelope.to)
         if depth >= self._port.mailbox_limit:
             raise MailboxFull(
                 f"{envelope.to} has {depth} messages waiting; its limit is {self._port.mailbox_limit}",
@@ -125,6 +127,10 @@ class Ingress:
                 limit=self._port.mailbox_limit,
             )
         return spec
+
+    def _depth(self, actor: str) -> int:
+        cell = self._port.find(actor)
+        return (len(cell.mailbox) if cell else 0) + self._on_the_way[actor]
 
     def _store(self, delivery: Delivery, message: Inbound, spec: ActorSpec) -> None:
         birth = self._port.birth(spec)

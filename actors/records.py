@@ -28,8 +28,8 @@ class Inbound:
         id: the message id, unique for its receiver.
         deadline: Unix seconds after which nobody waits for an answer; 0 for none.
         chain: the actors that wait for this message's answer, outermost first.
-        tries: how many tries may have begun, this one included.
-        counted: ``tries`` covers the next try already; a message that is stored counts its first one.
+        tries: how many tries have begun, as stored.
+        counted: ``tries`` covers a try that has not begun yet: it may begin without another write.
     """
 
     id: str
@@ -41,7 +41,7 @@ class Inbound:
     deadline: float = 0.0
     chain: tuple[str, ...] = ()
     traceparent: str = ""
-    tries: int = 1
+    tries: int = 0
     seq: int = -1
     counted: bool = False
 

@@ -75,7 +75,7 @@ def _insert_inbox(db: DB, message: Inbound, now: float) -> Inbound:
         ),
     )
     message.seq = int(cursor.lastrowid or 0)
-    message.counted = True
+    message.counted = message.tries > 0
     return message
 
 
@@ -232,14 +232,21 @@ def prune_done(db: DB, before: float) -> int:
 # -- turns ----------------------------------------------------------------------------------------------
 
 
-def commit(db: DB, record: TurnRecord, clock_now: float, now: float) -> tuple[list[Outgoing], list[Inbound]]:
-    """Everything a turn did. Returns the outgoing messages with their places, and forks' first turns."""
+def commit(
+    db: DB, record: TurnRecord, upcoming: Inbound | None, clock_now: float, now: float
+) -> tuple[list[Outgoing], list[Inbound]]:
+    """Everything a turn did. Returns the outgoing messages with their places, and forks' first turns.
+
+    ``upcoming`` is the next message in the mailbox: its next try is counted in the same piece.
+    """
     message = record.message
     if db.execute("DELETE FROM inbox WHERE seq=?", (message.seq,)).rowcount != 1:
         raise TurnLost(message.id)
     if message.mode in (Mode.TELL, Mode.ASK):
         _mark_done(db, message, record.reply, now)
     _end_calls(db, message)
+    if upcoming is not None:
+        begin_try(db, upcoming, upcoming.tries + 1)
     if record.state is not None:
         db.execute(
             "UPDATE actors SET state=?, version=? WHERE id=?", (record.state, record.version, record.actor)
