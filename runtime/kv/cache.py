@@ -253,8 +253,9 @@ class Step:
 
     def _commit_prefill(self, row: int, pending: Sequence[BatchQuantizedKVCache]) -> None:
         table, count = self.tables[row], self.counts[row]
-        before, after = table.sealed, self.scheme.sealed(table.tokens + count)
         total = table.tokens + count
+        # A table that was cut back to a sealed group has more sealed than its length asks for.
+        before, after = table.sealed, max(table.sealed, self.scheme.sealed(total))
         sealing = (after - before) // GROUP
         groups: dict[int, dict[str, mx.array]] = {}
         rest: dict[int, list[mx.array]] = {}

@@ -101,6 +101,8 @@ class AgentTable:
 
     def truncate(self, tokens: int, pool: BlockPool) -> None:
         """Keep the first ``tokens`` tokens: within the tail, or a multiple of 64 with an empty tail."""
+        if tokens < self.tokens:
+            self.state = {}  # it stands for all tokens and cannot go back
         if tokens < self.sealed:
             assert tokens % GROUP == 0, tokens
             for page in self.pages:
