@@ -183,6 +183,7 @@ def main() -> None:
     shutil.rmtree(options.home, ignore_errors=True)
     options.home.mkdir(parents=True)
     os.environ["OFFBOOK_HOME"] = str(options.home)  # the village's process inherits it; connect() looks there
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # take the village along, whoever ends us
     result = anyio.run(run, options.days, options.memory, options.home, Console())
     print(json.dumps(result), flush=True)
     if result["lost"] or result["repeated"] or not result["resumed"]:

@@ -16,7 +16,7 @@ from functools import partial
 
 import anyio
 
-from offbook.actors import Agent, Message, Reply, Request, on
+from offbook.actors import Agent, Message, Reply, Request, Speech, on
 from offbook.runtime import Runtime
 
 SQUARE, TURNS = "square", "turns"
@@ -124,7 +124,7 @@ class Villager(Agent):
         return {"days": self.days, "answered": self.answered, "tokens": self.memory.tokens}
 
 
-def turn_of(agent: str, what: str, reply: Reply) -> Turn:
+def turn_of(agent: str, what: str, reply: Reply | Speech) -> Turn:
     """The record of a turn, from the usage that comes with every reply."""
     usage = reply.usage
     return Turn(
@@ -134,7 +134,7 @@ def turn_of(agent: str, what: str, reply: Reply) -> Turn:
     )  # fmt: skip
 
 
-def life_story(name: str, trade: str, sentences: int = 66) -> str:
+def life_story(name: str, trade: str, sentences: int = 34) -> str:
     """The same some 1,200 tokens for the same villager, and different ones for every other."""
     pick = random.Random(name).choice
     lines = [f"These are the memories of {name.title()}, the {trade}."]
@@ -188,8 +188,9 @@ async def went_round(rt: Runtime, day: int) -> None:
     missing = set(TRADES)
     async with rt.subscribe(TURNS, after=0) as turns:
         async for event in turns:
-            if event.body["what"] == f"day {day + 1}":
-                missing.discard(event.body["agent"])
+            turn = event.decode(Turn)
+            if turn.what == f"day {day + 1}":
+                missing.discard(turn.agent)
             if not missing:
                 return
 

@@ -1,0 +1,276 @@
+"""Runtime: the parts wired, one of a name, the engine replaced when it dies, everything gone at the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import anyio
+import pytest
+
+from offbook.actors import Actor, Agent, Message, Request, VirtualClock, on
+from offbook.bus import connect
+from offbook.bus.errors import InvalidAddress, InvalidRequest, NoSuchActor, UnknownModel
+from offbook.runtime import InvalidConfig, Runtime, RuntimeInUse, hours, minutes, seconds
+from offbook.runtime import child as child_module
+from offbook.runtime.config import EngineConfig
+
+FAKE = Path(__file__).with_name("fake_engine.py")
+
+
+class Heard(Message):
+    text: str
+
+
+class Ask(Request[str]):
+    question: str
+
+
+class Count(Request[int]):
+    pass
+
+
+class Neighbour(Agent):
+    kind = "neighbour"
+    topics = ("square",)
+    heard: list[str] = []
+
+    @on
+    async def hear(self, msg: Heard) -> None:
+        self.heard.append(msg.text)
+
+    @on
+    async def answer(self, ask: Ask) -> str:
+        async with self.speak(ask.question) as turn:
+            async for piece in turn:
+                await ask.progress(piece)
+        return turn.text
+
+    @on
+    async def count(self, ask: Count) -> int:
+        return len(self.heard)
+
+
+class Wake(Message):
+    pass
+
+
+class Sleeper(Actor):
+    kind = "sleeper"
+    woken: int = 0
+
+    @on
+    async def wake(self, msg: Wake) -> None:
+        self.woken += 1
+        self.after(hours(1), Wake())
+
+    @on
+    async def count(self, ask: Count) -> int:
+        return self.woken
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OFFBOOK_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(child_module, "FIRST_PAUSE_S", 0.01)
+
+    def command(config: EngineConfig) -> list[str]:
+        return [sys.executable, str(FAKE), "--config", config.to_json()]
+
+    monkeypatch.setattr(child_module, "engine_command", command)
+    return tmp_path / "home"
+
+
+async def test_a_script_and_another_process_talk_to_the_same_team() -> None:
+    async with Runtime("team") as rt:
+        assert await rt.spawn(Neighbour, "ann") == "neighbour/ann"
+        assert await rt.ask("neighbour/ann", Ask("Plans?")) == "You said: Plans?"
+        async with connect("team") as bus:
+            pieces = []
+            async with bus.stream("neighbour/ann", {"type": "Ask", "question": "And now?"}) as reply:
+                pieces = [piece async for piece in reply]
+            assert "".join(pieces) == reply.result == "You said: And now?"
+
+
+async def test_once_means_once_however_often_the_script_runs() -> None:
+    for _ in range(2):
+        async with Runtime("team", engine=False) as rt:
+            await rt.spawn(Neighbour, "ann")
+            await rt.publish("square", Heard("A stranger came."), once="opening")
+            await rt.tell("neighbour/ann", Heard("He has left."), once="departure")
+            await rt.idle()
+            assert await rt.ask("neighbour/ann", Count()) == 2
+
+
+async def test_the_engine_is_replaced_when_it_is_killed() -> None:
+    async with Runtime("team") as rt:
+        assert rt.engine is not None
+        await rt.spawn(Neighbour, "ann")
+        assert (await rt.ready()).model == "fake"
+        pid = rt.engine.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert await rt.ask("neighbour/ann", Ask("Still there?")) == "You said: Still there?"
+        assert rt.engine.pid not in (None, pid)
+        assert rt.engine.restarts == 1
+
+
+async def test_no_process_is_left_at_the_end() -> None:
+    async with Runtime("team") as rt:
+        assert rt.engine is not None
+        await rt.ready()
+        pid = rt.engine.pid
+    assert pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_an_error_of_the_script_comes_out_as_it_is_after_an_orderly_end() -> None:
+    with pytest.raises(KeyError, match="mine"):
+        async with Runtime("team") as rt:
+            await rt.ready()
+            raise KeyError("mine")
+    assert rt.engine is not None
+    assert rt.engine.pid is None
+
+
+async def test_a_cancelled_script_ends_in_order() -> None:
+    with anyio.move_on_after(60) as scope:
+        async with Runtime("team") as rt:
+            await rt.ready()
+            scope.cancel()
+            await anyio.sleep_forever()
+    assert rt.engine is not None
+    assert rt.engine.pid is None
+    async with Runtime("team", engine=False):
+        pass
+
+
+async def test_one_runtime_of_a_name_at_a_time_and_the_error_names_it() -> None:
+    async with Runtime("team", engine=False):
+        with pytest.raises(RuntimeInUse, match=str(os.getpid())):
+            async with Runtime("team", engine=False):
+                pass
+    async with Runtime("team", engine=False):
+        pass
+
+
+async def test_a_model_that_does_not_exist_is_said_to_everyone_who_asks() -> None:
+    async with Runtime("team", model="missing") as rt:
+        await rt.spawn(Neighbour, "ann")
+        with pytest.raises(UnknownModel, match="missing"):
+            await rt.ready()
+        with pytest.raises(UnknownModel, match="missing"):
+            await rt.ask("neighbour/ann", Ask("Anyone?"))
+        with pytest.raises(UnknownModel, match="missing"):
+            await rt.run(until=minutes(1))
+
+
+async def test_without_an_engine_it_is_said_at_once() -> None:
+    async with Runtime("team", engine=False) as rt:
+        with pytest.raises(NoSuchActor, match="engine/main"):
+            await rt.stats()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "error", "names"),
+    [
+        ("no/slash", {}, InvalidAddress, "no/slash"),
+        ("", {}, InvalidAddress, "name"),
+        ("team", {"memory": "plenty"}, InvalidConfig, "plenty"),
+        ("team", {"memory": 2}, InvalidConfig, "2 GiB"),
+        ("team", {"disk": "-1"}, InvalidConfig, "disk"),
+        ("team", {"kv_bits": 5}, InvalidConfig, "kv_bits"),
+        ("team", {"model": " "}, InvalidConfig, "model"),
+    ],
+)
+def test_a_wrong_setting_is_refused_when_it_is_given(
+    name: str, settings: dict[str, object], error: type[Exception], names: str
+) -> None:
+    with pytest.raises(error, match=names):
+        Runtime(name, **settings)  # type: ignore[arg-type]  # wrong on purpose
+
+
+async def test_outside_of_async_with_it_says_how_to_use_it() -> None:
+    with pytest.raises(InvalidRequest, match="async with"):
+        await Runtime("team", engine=False).tell("neighbour/ann", Heard("x"))
+
+
+async def test_run_ends_when_the_given_function_returns_and_reports_what_happened() -> None:
+    async with Runtime("team", engine=False) as rt:
+        await rt.spawn(Neighbour, "ann")
+
+        async def told() -> None:
+            await rt.tell("neighbour/ann", Heard("x"))
+            await rt.idle()
+
+        report = await rt.run(until=told)
+        assert (report.turns, report.failures) == (1, ())
+
+
+async def test_run_hands_on_the_error_of_the_given_function() -> None:
+    async def wrong() -> None:
+        raise LookupError("nobody")
+
+    async with Runtime("team", engine=False) as rt:
+        with pytest.raises(LookupError, match="nobody"):
+            await rt.run(until=wrong)
+
+
+async def test_run_with_a_virtual_clock_goes_on_after_a_restart() -> None:
+    async def simulate(until: float) -> int:
+        async with Runtime("sim", engine=False, clock=VirtualClock(seed=1)) as rt:
+            await rt.spawn(Sleeper, "s")
+            await rt.tell("sleeper/s", Wake(), once="first")
+            await rt.run(until=hours(until))
+            return await rt.ask("sleeper/s", Count())
+
+    assert await simulate(3.5) == 4
+    assert await simulate(3.5) == 4
+    assert await simulate(5.5) == 6
+
+
+def test_durations() -> None:
+    assert hours(1) == minutes(60) == seconds(3600)
+
+
+SCRIPT = """
+import asyncio
+import anyio
+from offbook.runtime import Runtime, hours
+
+async def main():
+    async with Runtime("team", engine=False) as rt:
+        # Printed by the loop once run() has done all it can at once: its signal handlers are in place.
+        asyncio.get_running_loop().call_later(0.05, lambda: print("up", flush=True))
+        await rt.run({until})
+        print("went on", flush=True)
+
+anyio.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("until", "number", "code", "output"),
+    [
+        ("", signal.SIGTERM, 0, "went on"),
+        ("", signal.SIGINT, 0, "went on"),
+        ("until=hours(1)", signal.SIGTERM, 128 + signal.SIGTERM, ""),
+        ("until=hours(1)", signal.SIGINT, -signal.SIGINT, ""),
+    ],
+)
+def test_signals_end_a_script_in_order(until: str, number: int, code: int, output: str) -> None:
+    script = textwrap.dedent(SCRIPT).format(until=until)
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=20)
+    assert out.strip() == output
+    assert process.returncode == code
