@@ -54,8 +54,8 @@ class AgentEntry:
         self.model = model
         self.last_used = last_used
         self.tails: list[TailEntry] = []
-        self.fresh: set[bytes] = set()
-        """Blocks written for this agent since its last tail."""
+        self.fresh: dict[bytes, int] = {}
+        """Blocks written for this agent that no tail of it lists yet, and how many tails came since."""
         self.owned: set[bytes] = set()
 
 
@@ -113,7 +113,7 @@ class Index:
     def claim(self, key: bytes, names: Iterable[bytes]) -> None:
         """The agent wrote, or shares, these blocks."""
         entry = self.agents[key]
-        entry.fresh.update(names)
+        entry.fresh.update(dict.fromkeys(names, 0))
         self._own(entry)
         self.changed_agents.add(key)
 
@@ -128,7 +128,9 @@ class Index:
         gone = [old for old in entry.tails if old.tokens >= tail.tokens]
         gone += stay[: max(0, len(stay) - (keep - 1))]
         entry.tails = [old for old in stay if old not in gone] + [tail]
-        entry.fresh.clear()
+        # Blocks may be written ahead of the turn that a tail ends; the tail after that lists them, or nobody.
+        listed = set(split_names(tail.blocks))
+        entry.fresh = {name: age + 1 for name, age in entry.fresh.items() if name not in listed and not age}
         self.file_bytes += disk_size(tail.nbytes) - sum(disk_size(old.nbytes) for old in gone)
         self.last_serial = max(self.last_serial, tail.serial)
         self._own(entry)
@@ -141,7 +143,7 @@ class Index:
         if entry is not None and tail in entry.tails:
             entry.tails.remove(tail)
             if keep_blocks:
-                entry.fresh.update(split_names(tail.blocks))
+                entry.fresh.update(dict.fromkeys(split_names(tail.blocks), 0))
             self.file_bytes -= disk_size(tail.nbytes)
             self._own(entry)
             self.changed_agents.add(key)

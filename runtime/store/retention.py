@@ -135,7 +135,7 @@ def remove_agent(state: State, key: bytes) -> Removed:
 
 def forget(state: State, keys: Iterable[bytes]) -> RemoveResult:
     """Remove agents. What other agents own stays."""
-    refused = state.unwritable()
+    refused = state.unwritable(freeing=True)
     if refused is not None:
         return refused
     total = Removed(0, 0, 0)
@@ -146,6 +146,7 @@ def forget(state: State, keys: Iterable[bytes]) -> RemoveResult:
                 state.count("forgotten_agents")
     except OSError as error:
         return state.refuse(error)
+    state.freed()
     return total
 
 

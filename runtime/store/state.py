@@ -125,11 +125,14 @@ class State:
             self.count("catalog_errors")
         self._measure_catalog()
 
-    def unwritable(self) -> Full | ReadOnly | Failed | None:
-        """Why nothing can be written now, or None. Retries once the time has come."""
+    def unwritable(self, *, freeing: bool = False) -> Full | ReadOnly | Failed | None:
+        """Why nothing can be written now, or None. Retries once the time has come.
+
+        ``freeing``: for what only removes files, which a full disk does not keep from being done.
+        """
         if self.read_only:
             return ReadOnly("the store was opened read-only")
-        if self.degraded is not None and not self.due():
+        if self.degraded is not None and not self.due() and not (freeing and isinstance(self.degraded, Full)):
             return self.degraded
         if self._root_lock is None:
             try:
@@ -159,6 +162,11 @@ class State:
             self.degraded = result
             self._retry_at = self.clock() + self.retry_seconds
         return result
+
+    def freed(self) -> None:
+        """Note that room was made: a disk that was full may be tried again at once."""
+        if isinstance(self.degraded, Full):
+            self._retry_at = self.clock()
 
     def wrote(self) -> None:
         """Note that a write succeeded."""

@@ -331,7 +331,7 @@ class BlockStore:
 
         def act() -> RemoveResult:
             state = self._state
-            refused = state.unwritable()
+            refused = state.unwritable(freeing=True)
             if refused is not None:
                 return refused
             try:
@@ -340,6 +340,7 @@ class BlockStore:
                 return state.refuse(error)
             for path in state.paths.tmp.iterdir():
                 state.disk.discard(str(path))
+            state.freed()
             self._settled()
             return removed
 

@@ -154,14 +154,23 @@ def forked(work: Any, *args: Any) -> int:
     return pid
 
 
+def wait(pid: int, seconds: float) -> int:
+    """Wait for a child's own end; kill it when the time is up. Returns its status."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return status
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1]
+
+
 def main(root: Path, first: int, last: int) -> None:
     log = root.with_name("acknowledged")
     for seed in range(first, last):
         pid = forked(save_until_killed, root, log, seed)
-        patience = random.Random(~seed).uniform(0.0, 0.15)
-        time.sleep(patience)
-        os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
+        status = wait(pid, random.Random(~seed).uniform(0.0, 0.4))
         if not os.WIFSIGNALED(status):
             sys.exit(f"seed {seed}: saving failed")
         _, status = os.waitpid(forked(check, root, log), 0)

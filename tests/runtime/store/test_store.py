@@ -103,6 +103,18 @@ def test_the_last_turns_can_be_rewound_to(kit, open_store):
     assert store.best_tail("ann", kit.ids("bob", 400)) is None
 
 
+def test_blocks_written_ahead_of_a_tail_stay_the_agents(kit, open_store):
+    store = open_store(snapshots=1)
+    ids = kit.ids("ann", 1024)
+    kit.put_blocks(store, ids, "ann")
+    assert store.put_tail("ann", kit.tail(store, ids[:700])).result().ok
+    assert store.flush()
+    assert store.stats().blocks == 4
+    assert store.put_tail("ann", kit.tail(store, ids[:710])).result().ok
+    assert store.flush()
+    assert store.stats().blocks == 2  # The two after it were of a turn that never ended.
+
+
 def test_rewinding_collects_the_blocks_of_the_branch_left(kit, open_store):
     store = open_store(snapshots=1)
     kit.save(store, "ann", 1024)
