@@ -24,7 +24,6 @@ from offbook.bus.credit import Window
 from offbook.bus.envelope import Envelope, Kind, decode_header
 from offbook.bus.errors import (
     ConnectionLost,
-    InvalidAddress,
     InvalidRequest,
     OffbookError,
     ProtocolError,
@@ -51,6 +50,9 @@ MALFORMED_LIMIT = 8
 
 CONTROL_LIMIT = 20_000
 """Messages other than requests and answers that a peer may send per heartbeat."""
+
+LAST_WORDS = 0.1
+"""Seconds between telling a peer why it is disconnected and doing it."""
 
 BURST_PAIRS = 256
 """Envelopes handled before others get their turn (about 3 ms)."""
@@ -84,6 +86,8 @@ class Broker:
         self._patience = patience
         self._peers: dict[bytes, Peer] = {}
         self._names: dict[str, Peer] = {}
+        self._banned: set[bytes] = set()  # dropped for good, and about to be cut off
+        self._tasks: anyio.abc.TaskGroup | None = None
         self._count = BrokerStatistics()
         self._out = Courier(self._listener, self._count, self._on_unreachable)
         self._board = Switchboard(self._out, self._count, queue_bytes)
@@ -143,6 +147,7 @@ class Broker:
     async def _running(self) -> AsyncIterator[None]:
         with self._listener:
             async with anyio.create_task_group() as tasks:
+                self._tasks = tasks
                 tasks.start_soon(self._own_socket)
                 tasks.start_soon(self._listener.watch)
                 tasks.start_soon(self._keep_time)
@@ -176,6 +181,7 @@ class Broker:
             if idle:
                 # Only now: what a peer sent before its connection ended has been read.
                 for route in listener.take_ended():
+                    self._banned.discard(route)
                     peer = self._peers.get(route)
                     if peer is not None:
                         self._on_unreachable(peer)
@@ -212,6 +218,8 @@ class Broker:
         """Handle one multipart message of a connection; returns how many envelopes it held."""
         peer = self._peers.get(route)
         if peer is None:
+            if route in self._banned:
+                return 1
             peer = self._peers[route] = Peer(route)
         peer.seen = anyio.current_time()
         if not frames or len(frames) % 2:
@@ -250,10 +258,10 @@ class Broker:
             error = ProtocolError(f"{envelope.kind.name} from a connection that did not say HELLO")
             self._out.send(peer, _goodbye(error), control.pack_error(error))
             raise error
-        hello = control.unpack_hello(body)
         try:
+            hello = control.unpack_hello(body)
             check_name(hello.name, "peer name")
-        except InvalidAddress as exc:
+        except OffbookError as exc:
             self._out.fail(peer, envelope.id, exc)
             raise ProtocolError(exc.message) from exc
         other = self._names.get(hello.name)
@@ -363,8 +371,14 @@ class Broker:
             del self._names[peer.name]
         self._hub.unsubscribe_all(peer.subscriptions, peer)
         self._board.drop(peer, reason)
-        if disconnect:
-            self._listener.disconnect(peer.route)
+        if disconnect and self._tasks is not None:
+            self._banned.add(peer.route)
+            self._tasks.start_soon(self._cut, peer.route)
+
+    async def _cut(self, route: bytes) -> None:
+        """End a connection whose peer was dropped, after a moment in which our last words reach it."""
+        await anyio.sleep(LAST_WORDS)
+        self._listener.disconnect(route)
 
 
 def _goodbye(exc: OffbookError) -> Envelope:
