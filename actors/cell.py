@@ -29,13 +29,13 @@ from offbook.bus.errors import (
 
 from . import statements
 from .actor import BORN, TICK, Actor, ActorSpec, make, turn_random, unknown_type
-from .journal import JournalFailed
+from .journal import RETRY_AFTER, JournalFailed
 from .lm import MemoryRef
 from .memory import AgentMemory
 from .message import decode, encode
 from .records import Inbound, Mode, Outgoing, Snapshot, TurnRecord
 from .statements import TurnLost
-from .supervision import Failure, RestartWindow, Verdict, decide, for_asker
+from .supervision import ASKERS_OWN, Failure, RestartWindow, Verdict, decide, for_asker
 from .turn import Turn, TurnPort, current_turn
 
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ class Cell:
 
     def put(self, message: Inbound, delivery: Delivery | None = None) -> None:
         """Append a stored message; one that is here already is not added twice."""
+        if self.stopped:
+            return  # it waits in the journal
         if delivery is not None:
             self._waiting.setdefault(message.id, []).append(delivery)
         if message.seq in self._seqs:
@@ -157,7 +159,11 @@ class Cell:
         try:
             while self.mailbox and not self.stopped:
                 self.state = "running"
-                await self._handle(self.mailbox[0])
+                message = self.mailbox[0]
+                try:
+                    await self._handle(message)
+                except JournalFailed as exc:
+                    await self._wait_for_journal(message, exc)
         finally:
             if self.stopped:
                 await self._abandon()
@@ -184,6 +190,19 @@ class Cell:
         except Exception as exc:
             log.error("%s: on_stop failed: %s", self.id, exc, exc_info=exc)
 
+    async def _wait_for_journal(self, message: Inbound, exc: JournalFailed) -> None:
+        """Nothing can be written. That is not the message's fault: it stays, and only askers are told."""
+        self.port.failed(
+            Failure(self.id, message.id, message.type, exc.message, message.tries, "waits for the journal"),
+            exc,
+        )
+        message.counted = message.tries > 0
+        await self.retire()
+        for delivery in self._waiting.pop(message.id, []):
+            await delivery.fail(exc)
+        self.state = "retrying"
+        await anyio.sleep(RETRY_AFTER)
+
     async def _handle(self, message: Inbound) -> None:
         """One message, until it is committed, given up, or nobody wants it any more."""
         policy = self.spec.supervision
@@ -194,12 +213,14 @@ class Cell:
                 await self._fail(message, gone)
                 return
             if not message.counted:
-                message.tries += 1
-                if message.tries > policy.max_tries:
+                if message.tries >= policy.max_tries:
                     text = f"gave up after {policy.max_tries} tries that ended with the process or an error"
                     await self._bury(message, ActorFailed(f"{self.id}: {text}", actor=self.id), text)
                     return
-                await self.port.journal.do("try", lambda db: statements.begin_try(db, message, message.tries))
+                await self.port.journal.do(
+                    "try", lambda db: statements.begin_try(db, message, message.tries + 1)
+                )
+                message.tries += 1
             message.counted = False
             await self.port.room_to_send(self.id)
             error = await self._try(message)
@@ -225,6 +246,8 @@ class Cell:
         if isinstance(error, TurnLost):
             self._leave(message)
             return False
+        if isinstance(error, JournalFailed):
+            raise error
         cancelled = isinstance(error, Cancelled) or (
             isinstance(error, DeadlineExceeded) and self._unwanted(message) is not None
         )
@@ -233,6 +256,11 @@ class Cell:
             await self._fail(
                 message, for_asker(self.id, error) if not isinstance(error, Cancelled) else error
             )
+            return False
+        if message.mode is Mode.ASK and isinstance(error, ASKERS_OWN):
+            log.info("%s refused %s: %s", self.id, message.type, error)
+            await self.port.journal.do("drop", lambda db: statements.drop(db, message))
+            await self._fail(message, for_asker(self.id, error))
             return False
         verdict = decide(policy, is_ask=message.mode is Mode.ASK, tries=message.tries)
         if isinstance(error, _HOPELESS) and verdict is Verdict.RETRY:
@@ -294,8 +322,6 @@ class Cell:
             )
             await self._fail(message, exc)
             return None
-        except JournalFailed as exc:
-            return exc
         actor = self._actor
         assert actor is not None
         self._hint(actor)

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from offbook.bus.errors import ConnectionLost, DeadlineExceeded, EngineFailed, NoSuchActor, OffbookError
+from offbook.bus.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    EngineBusy,
+    EngineFailed,
+    NoSuchActor,
+    OffbookError,
+)
 
 from .lm import ENGINE_ADDRESS, Delta, Forget, Generated, Locate, MemoryRef, Prefetch, StateHandle
 
@@ -52,12 +59,20 @@ class Engine:
         self.retries = 0
 
     async def generate(
-        self, body: bytes, *, sender: str, traceparent: str, seconds: float, emit: Emit | None
+        self,
+        body: bytes,
+        *,
+        sender: str,
+        traceparent: str,
+        seconds: float,
+        patient: bool,
+        emit: Emit | None,
     ) -> Generated:
         """Send an encoded ``Generate`` and wait for the result.
 
         Args:
             seconds: how long to wait, engine restarts included.
+            patient: nobody waits for this turn's answer, so wait while the engine is busy.
             emit: called with each piece of text, in order and once.
 
         Raises:
@@ -81,6 +96,10 @@ class Engine:
                         f"no engine serves {ENGINE_ADDRESS} since {self._patience:.0f} s: {exc}; start one"
                     ) from exc
                 log.info("%s waits for the engine: %s", sender, exc)
+            except EngineBusy as exc:
+                if not patient:
+                    raise
+                log.info("%s waits for its turn: %s", sender, exc)
             except EngineFailed as exc:
                 failures += 1
                 if failures >= _FAILURES:

@@ -164,7 +164,7 @@ class Host:
         self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
         await self._timers.restore()
         before = time.time() - KEEP_DONE
-        self.journal.submit("prune", lambda db: statements.prune_done(db, before))
+        self.journal.post("prune", lambda db: statements.prune_done(db, before))
         await self.bus.serve(f"host/{self.name}")
         self._tasks.start_soon(self._serve)
         self._tasks.start_soon(self._ingress.run)
@@ -225,8 +225,13 @@ class Host:
                     await self._listener.ensure(topic)
                 self._births[spec.kind] = _birth(spec, {}) if not spec.schema.required else None
                 self._kinds[spec.kind] = spec
-                await self._recover(spec)
-                await self.bus.serve(f"{spec.kind}/*")
+                try:
+                    # What was accepted earlier goes first.
+                    await self._recover(spec)
+                    await self.bus.serve(f"{spec.kind}/*")
+                except BaseException:
+                    del self._kinds[spec.kind]
+                    raise
 
     async def _recover(self, spec: ActorSpec) -> None:
         """Put what an earlier run had accepted back into the mailboxes."""
@@ -542,9 +547,13 @@ class Host:
         sender: str,
         chain: tuple[str, ...],
         deadline: float,
+        patient: bool,
         returns: Any,
     ) -> Any:
-        """A question of one actor to another. Refuses one that would close a circle of waiting actors."""
+        """A question of one actor to another. Refuses one that would close a circle of waiting actors.
+
+        ``patient``: the turn goes on after a restart, so the asked kind may be about to be registered.
+        """
         path = self._path_between(to, sender)
         if path:
             circle = [sender, *path]
@@ -559,8 +568,9 @@ class Host:
                         timeout=max(deadline - time.time(), 0.001),
                         returns=None if returns is Any else returns,
                     )  # fmt: skip
-                except ConnectionLost:
-                    if time.time() >= deadline:
+                except (ConnectionLost, NoSuchActor) as exc:
+                    gone = isinstance(exc, NoSuchActor) and (not patient or "host" in exc.details)
+                    if gone or time.time() >= deadline:
                         raise
                     await anyio.sleep(0.05)  # the receiver knows the id
         finally:

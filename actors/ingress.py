@@ -150,11 +150,9 @@ class Ingress:
             while self._storing:
                 future, delivery, message, spec = self._storing[0]
                 try:
-                    accepted = await future
+                    await self._stored(await future, delivery, message, spec)
                 except OffbookError as exc:
                     await delivery.fail(exc)
-                else:
-                    await self._stored(accepted, delivery, message, spec)
                 finally:
                     self._storing.popleft()
                     self._on_the_way[message.actor] -= 1
@@ -188,6 +186,8 @@ class Ingress:
         cell = self._port.cell(message.actor, spec)
         for stored in accepted.messages:
             cell.put(stored, delivery if stored.id == message.id and ask else None)
+        if cell.stopped and accepted.status == "new" and ask:
+            await delivery.fail(ActorStopped(f"{message.actor} was stopped: {cell.stopped}", actor=cell.id))
         if accepted.status == "done" and ask:
             await delivery.reply(accepted.reply or b"\xc0")
         elif accepted.status == "pending" and ask:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import queue
 import shutil
@@ -27,6 +28,8 @@ from offbook.bus.errors import InvalidRequest, OffbookError
 
 from . import schema
 
+log = logging.getLogger("offbook.actors.journal")
+
 R = TypeVar("R")
 
 Fault = Callable[[str], None]
@@ -35,6 +38,10 @@ piece, ``commit`` and ``committed``."""
 
 _GROUP_LIMIT = 1024
 """Pieces of work in one transaction: bounds the first one's latency, and amortises an fsync well enough."""
+
+
+RETRY_AFTER = 1.0
+"""Seconds until work that the journal refused is tried again: somebody has to free some space first."""
 
 
 class JournalFailed(OffbookError):
@@ -132,6 +139,10 @@ class Journal:
     async def do(self, label: str, work: Callable[[sqlite3.Connection], R], *, admits: bool = False) -> R:
         """:meth:`submit` and wait."""
         return await self.submit(label, work, admits=admits)
+
+    def post(self, label: str, work: Callable[[sqlite3.Connection], Any]) -> None:
+        """:meth:`submit` without waiting, for work whose loss does no harm; a failure is logged."""
+        self.submit(label, work).add_done_callback(_log_failure)
 
     # -- the journal's thread -------------------------------------------------------------------------
 
@@ -238,6 +249,11 @@ def _deliver(group: list[_Work]) -> None:
             work.future.set_exception(work.error)
         else:
             work.future.set_result(work.result)
+
+
+def _log_failure(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled() and future.exception() is not None:
+        log.warning("%s", future.exception())
 
 
 def _no_fault(_point: str) -> None:

@@ -143,13 +143,12 @@ class Outbox:
             try:
                 await self._send(row)
             except OffbookError as exc:
-                if self._gives_up(row, exc, time.monotonic() - start):
-                    await self._bury(row, exc, tries)
+                if self._gives_up(row, exc, time.monotonic() - start) and await self._bury(row, exc, tries):
                     return
                 log.debug("%s to %s waits: %s", row.sender, row.target, exc)
             else:
                 # Not awaited: if the process ends first, the receiver sees the same id again.
-                self._journal.submit("sent", lambda db: statements.sent(db, [row.seq]))
+                self._journal.post("sent", lambda db: statements.sent(db, [row.seq]))
                 return
             await anyio.sleep(delay)
             delay = min(delay * 2, longest)
@@ -179,9 +178,14 @@ class Outbox:
         # A host that knows the kind says so for good; the broker only says that nobody serves it now.
         return isinstance(exc, NoSuchActor) and ("host" in exc.details or waited > _PATIENCE)
 
-    async def _bury(self, row: Outgoing, exc: OffbookError, tries: int) -> None:
+    async def _bury(self, row: Outgoing, exc: OffbookError, tries: int) -> bool:
+        """Give a message up; False if the journal cannot note that now."""
         reason = f"{type(exc).__name__}: {exc}"
-        await self._journal.do(
-            "bury-outgoing", lambda db: statements.bury_outgoing(db, row, reason, tries, time.time())
-        )
+        try:
+            await self._journal.do(
+                "bury-outgoing", lambda db: statements.bury_outgoing(db, row, reason, tries, time.time())
+            )
+        except JournalFailed:
+            return False
         self._failed(Failure(row.sender, row.id, row.type, reason, tries, "dead letter"), exc)
+        return True

@@ -29,6 +29,7 @@ class Inbound:
         deadline: Unix seconds after which nobody waits for an answer; 0 for none.
         chain: the actors that wait for this message's answer, outermost first.
         tries: how many tries have begun, as stored.
+        recovered: an earlier run of the process accepted it.
         counted: ``tries`` covers a try that has not begun yet: it may begin without another write.
     """
 
@@ -44,6 +45,7 @@ class Inbound:
     tries: int = 0
     seq: int = -1
     counted: bool = False
+    recovered: bool = False
 
 
 @dataclass(frozen=True, slots=True)

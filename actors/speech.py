@@ -32,6 +32,7 @@ from .lm import (
 )
 from .memory import AgentMemory, FullContext, growth_between
 from .message import derive_id, encode
+from .records import Mode
 
 if TYPE_CHECKING:
     from .agent import Agent
@@ -182,6 +183,7 @@ async def _generate(agent: Agent, turn: Turn, request: Generate, body: bytes, em
                 sender=turn.actor,
                 traceparent=turn.message.traceparent,
                 seconds=turn.time_left(LONGEST_CALL),
+                patient=turn.message.mode is not Mode.ASK,
                 emit=emit,
             )
         except ContextTooLarge as exc:

@@ -53,6 +53,7 @@ def _inbound(row: Any) -> Inbound:
         traceparent=trace,
         tries=tries,
         seq=seq,
+        recovered=True,
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from offbook.bus.errors import (
+    ActorFailed,
     ContextTooLarge,
     CycleError,
     DeadlineExceeded,
@@ -24,6 +25,7 @@ from offbook.bus.errors import (
     StateNotLoadable,
     StateNotStorable,
     UnknownModel,
+    to_wire,
 )
 
 
@@ -94,12 +96,17 @@ def decide(policy: Supervision, *, is_ask: bool, tries: int) -> Verdict:
     return Verdict.RETRY if tries < policy.max_tries else Verdict.DEAD_LETTER
 
 
-_PASSED_ON: tuple[type[OffbookError], ...] = (
+ASKERS_OWN: tuple[type[OffbookError], ...] = (
     ContextTooLarge,
     CycleError,
     DeadlineExceeded,
     EngineBusy,
     InvalidRequest,
+)
+"""What an asker may bring about with a question: told to it, and no failure of the actor."""
+
+_PASSED_ON: tuple[type[OffbookError], ...] = (
+    *ASKERS_OWN,
     ModelError,
     StateNotLoadable,
     StateNotStorable,
@@ -110,8 +117,6 @@ _PASSED_ON: tuple[type[OffbookError], ...] = (
 
 def for_asker(actor: str, exc: BaseException) -> OffbookError:
     """The error that an asker gets for an exception that left a handler."""
-    from offbook.bus.errors import ActorFailed, to_wire
-
     if isinstance(exc, _PASSED_ON):
         exc.details.setdefault("actor", actor)
         return exc

@@ -7,6 +7,8 @@ a clock set forward fires what is due, a clock set back makes no periodic timer 
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sqlite3
 import time
 from collections.abc import Callable
@@ -17,9 +19,11 @@ import msgspec
 
 from . import statements
 from .clock import Clock, VirtualClock
-from .journal import Journal
+from .journal import RETRY_AFTER, Journal, JournalFailed
 from .quiet import Quiet
 from .records import Inbound
+
+log = logging.getLogger("offbook.actors.timers")
 
 _LOOK = 5.0
 """Seconds between looks at a wall clock while a timer is set: how late a change of the clock is noticed."""
@@ -83,7 +87,12 @@ class Timers:
         """Watch a wall clock until cancelled."""
         while True:
             self._changed = anyio.Event()
-            due = await self.fire()
+            try:
+                due = await self.fire()
+            except JournalFailed as exc:
+                log.error("no timer fires: %s", exc)
+                await anyio.sleep(RETRY_AFTER)
+                continue
             if due is None:
                 await self._changed.wait()
                 continue
@@ -91,7 +100,8 @@ class Timers:
             with anyio.move_on_after(min(max(due - before, 0.0), _LOOK)):
                 await self._changed.wait()
             if self._clock.now() - before < time.monotonic() - start - _BACKWARDS:
-                await self._pull()
+                with contextlib.suppress(JournalFailed):  # the next look sees it again
+                    await self._pull()
 
     async def advance(self, when: float) -> None:
         """Move a virtual clock and keep its time."""

@@ -56,6 +56,7 @@ class TurnPort(Protocol):
         sender: str,
         chain: tuple[str, ...],
         deadline: float,
+        patient: bool,
         returns: Any,
     ) -> Any: ...
 
@@ -209,6 +210,7 @@ class Turn:
             sender=self.actor,
             chain=chain,
             deadline=time.time() + self.time_left(timeout),
+            patient=self.message.recovered,
             returns=reply_type(type(request)),
         )
 

@@ -9,6 +9,7 @@ import anyio
 import anyio.lowlevel
 import msgspec
 import pytest
+
 from offbook.actors import (
     ActorFailed,
     Agent,
@@ -54,6 +55,10 @@ class Twice(Request[list[str]]):
 
 class Options(Request[str]):
     options: dict[str, Any]
+
+
+class Number(Request[str]):
+    number: int
 
 
 class Plan(msgspec.Struct):
@@ -106,6 +111,10 @@ class Poet(Agent):
         return texts
 
     @on
+    async def number(self, ask: Number) -> str:
+        return (await self.say(f"number {ask.number}", max_tokens=10)).text
+
+    @on
     async def options(self, ask: Options) -> str:
         return (await self.say("x", **ask.options)).text
 
@@ -134,7 +143,8 @@ async def test_saving_a_turn_writes_only_its_own_tokens(tmp_path: Path) -> None:
         for _ in range(5):
             await host.ask("poet/p", Ask("x" * 100))
         sizes = await host.journal.do(
-            "t", lambda db: [row[0] for row in db.execute("SELECT LENGTH(tokens) FROM transcript ORDER BY turn")]
+            "t",
+            lambda db: [row[0] for row in db.execute("SELECT LENGTH(tokens) FROM transcript ORDER BY turn")],
         )
         assert len(set(sizes[1:])) == 1
 
@@ -430,7 +440,7 @@ async def test_a_full_context_keeps_the_persona_and_the_recent_half(tmp_path: Pa
         await host.register(Poet)
         for number in range(12):
             await host.ask("poet/p", Options({"max_tokens": 10}))
-            await host.ask("poet/p", Ask2(number))
+            await host.ask("poet/p", Number(number))
         text = await stored_transcript(host, "poet/p")
         assert text.startswith("[system]I am p.")
         assert text.endswith("number 11")
@@ -438,18 +448,6 @@ async def test_a_full_context_keeps_the_persona_and_the_recent_half(tmp_path: Pa
         assert max(len(request.memory.transcript) // 4 for request in engine.requests) < 1400
         transcript = await host.ask("poet/p", Call("memory"))
         assert transcript["tokens"] == len(text)
-
-
-class Ask2(Request[str]):
-    number: int
-
-
-async def _number(self: Poet, ask: Ask2) -> str:
-    reply = await self.say(f"number {ask.number}", max_tokens=10)
-    return reply.text
-
-
-Poet.number = on(_number)  # type: ignore[attr-defined]
 
 
 async def test_on_context_full_may_refuse_or_choose(tmp_path: Path) -> None:

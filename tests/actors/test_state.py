@@ -254,7 +254,8 @@ def test_a_handler_must_be_async_and_take_a_message() -> None:
         async def two(self, msg: Ping) -> None: ...
 
     for cls, words in (
-        (NotAsync, "async"), (NoMessage, "not a message class"), (NoArgument, "one annotated"), (Twice, "both take")
+        (NotAsync, "async"), (NoMessage, "not a message class"), (NoArgument, "one annotated"),
+        (Twice, "both take"),
     ):  # fmt: skip
         with pytest.raises(TypeError, match=words):
             spec_of(cls)

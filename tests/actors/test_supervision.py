@@ -147,8 +147,9 @@ async def test_dead_letters_do_not_stop_recovery(tmp_path: Path) -> None:
         await host.journal.do(
             "test",
             lambda db: db.execute(
-                "INSERT INTO inbox (id, actor, type, body, mode, sender, deadline, chain, traceparent, tries, at) "
-                "VALUES ('x', 'worker/w', 'Gone', x'c1', 0, '', 0, '[]', '', 1, 0), "
+                "INSERT INTO inbox "
+                "(id, actor, type, body, mode, sender, deadline, chain, traceparent, tries, at) VALUES "
+                "('x', 'worker/w', 'Gone', x'c1', 0, '', 0, '[]', '', 1, 0), "
                 "('y', 'worker/ghost', 'Do', x'c1', 0, '', 0, '[]', '', 1, 0)"
             ),
         )
@@ -163,12 +164,17 @@ async def test_dead_letters_do_not_stop_recovery(tmp_path: Path) -> None:
 async def test_too_many_failures_stop_the_actor_and_restart_lets_it_go_on(tmp_path: Path) -> None:
     class Frail(Worker):
         supervision = Supervision(max_tries=1, backoff=0.001, intensity=2)
+        gate: ClassVar[anyio.Event] = anyio.Event()
+
+        async def on_start(self) -> None:
+            await self.gate.wait()
 
     Worker.tries = Frail.tries = []
     async with team(tmp_path, engine=False) as (host, _):
         await host.register(Frail)
         for what in ("bad", "bad", "bad", "late"):
             await host.tell("frail/f", Do(what))
+        Frail.gate.set()
         await host.idle()
         with pytest.raises(ActorStopped, match="more than 2 failures within 60 s"):
             await host.ask("frail/f", Get())
