@@ -175,6 +175,11 @@ class Catalog:
 
 def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
     if not read_only:
+        try:
+            # It names agents and salts: for the owner's eyes, whatever the folder's mode.
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            raise sqlite3.OperationalError(str(error)) from None
         db = sqlite3.connect(path, check_same_thread=False, timeout=10.0)
         try:
             db.execute("PRAGMA journal_mode = WAL")

@@ -68,6 +68,8 @@ class Index:
         self.references: Counter[bytes] = Counter()
         self.file_bytes = 0
         """Bytes on disk of all blocks and tails, in whole pages."""
+        self._unowned: dict[bytes, None] = {}
+        """Stored blocks without an owner, in order of becoming so; kept, as looking for them is slow."""
         self.changed_blocks: set[bytes] = set()
         self.changed_agents: set[bytes] = set()
         self.lost: set[bytes] = set()
@@ -81,17 +83,20 @@ class Index:
         self.blocks[name] = entry
         self.file_bytes += disk_size(entry.nbytes)
         self.changed_blocks.add(name)
+        if not self.references[name]:
+            self._unowned[name] = None
 
     def drop_block(self, name: bytes) -> BlockEntry | None:
         entry = self.blocks.pop(name, None)
         if entry is not None:
             self.file_bytes -= disk_size(entry.nbytes)
             self.changed_blocks.add(name)
+            self._unowned.pop(name, None)
         return entry
 
     def unowned(self) -> list[bytes]:
-        """Blocks without an owner, the longest stored first."""
-        return [name for name in self.blocks if not self.references[name]]
+        """Blocks without an owner, the longest so first."""
+        return list(self._unowned)
 
     # Agents
 
@@ -167,7 +172,10 @@ class Index:
         owned = set(entry.fresh)
         for tail in entry.tails:
             owned.update(split_names(tail.blocks))
-        self.references.update(owned - entry.owned)
+        gained = owned - entry.owned
+        self.references.update(gained)
+        for name in gained:
+            self._unowned.pop(name, None)
         lost = entry.owned - owned
         self.references.subtract(lost)
         self._prune(lost)
@@ -178,3 +186,5 @@ class Index:
             if self.references[name] <= 0:
                 del self.references[name]
                 self.lost.add(name)
+                if name in self.blocks:
+                    self._unowned[name] = None

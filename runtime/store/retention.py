@@ -78,19 +78,27 @@ def _victims(state: State, keep: bytes | None) -> Iterator[Callable[[], object]]
         yield state.drop_oldest_quarantined
     with state.lock:
         orphans = sorted(index.unowned(), key=lambda name: index.blocks[name].model == state.fingerprint)
-        order = sorted(
-            (entry.model == state.fingerprint, entry.last_used, key)
-            for key, entry in index.agents.items()
-            if key != keep
-        )
     for name in orphans:
         yield partial(remove_block, state, name)
-    for _, _, key in order:
+    while (key := _longest_unused(state, keep)) is not None:
         yield partial(_evict_agent, state, key)
     kept = index.agents.get(keep) if keep is not None else None
     if keep is not None and kept is not None:
         for tail in kept.tails[:-1]:
             yield partial(remove_tail, state, keep, tail)
+
+
+def _longest_unused(state: State, keep: bytes | None) -> bytes | None:
+    """The next agent to evict: of another model if there is one, then the longest unused."""
+    with state.lock:
+        return min(
+            (key for key in state.index.agents if key != keep),
+            key=lambda key: (
+                state.index.agents[key].model == state.fingerprint,
+                state.index.agents[key].last_used,
+            ),
+            default=None,
+        )
 
 
 def _evict_agent(state: State, key: bytes) -> None:

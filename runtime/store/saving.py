@@ -31,6 +31,7 @@ class FilePut(ABC):
         self.agent = agent
         self.salt = salt
         self.nbytes = nbytes
+        self.queued_bytes = nbytes
         self.future = new_future()
         self.outcome: PutResult | None = None
         self.header = bytearray()
@@ -41,6 +42,10 @@ class FilePut(ABC):
     @abstractmethod
     def path(self) -> str:
         """Where the file goes."""
+
+    @abstractmethod
+    def file_bytes(self) -> int:
+        """The exact size of the file."""
 
     @abstractmethod
     def contents(self) -> Sequence[Any]:
@@ -55,6 +60,7 @@ class FilePut(ABC):
         if refused is not None:
             self.outcome = refused
             return
+        self.nbytes = self.file_bytes()
         room = disk_size(self.nbytes)
         try:
             self.outcome = retention.reserve(self.state, room, self.key)
@@ -139,6 +145,9 @@ class BlockPut(FilePut):
                 return
         super().admit()
 
+    def file_bytes(self) -> int:
+        return self._format.file_bytes
+
     def contents(self) -> Sequence[Any]:
         self.header = self._format.encode(self.name, self._parent, self._ids, self._arrays)
         return [self.header, *self._arrays]
@@ -168,13 +177,16 @@ class TailPut(FilePut):
         self.tail = tail
         self.tokens = tail.tokens
         self._serial = state.next_serial()
-        nbytes = tail_bytes(fingerprint, salt, agent, tail, self._serial)
+        nbytes = sum(array.nbytes for array in tail.arrays.values())  # Near enough for the queue.
         super().__init__(state, fingerprint, agent_key(fingerprint, salt, agent), agent, salt, nbytes)
         self._keep = keep
 
     def path(self) -> str:
         assert self.key is not None
         return self.state.paths.tail(self.key, self.tokens, self._serial)
+
+    def file_bytes(self) -> int:
+        return tail_bytes(self.fingerprint, self.salt, self.agent, self.tail, self._serial)
 
     def contents(self) -> Sequence[Any]:
         self.header, arrays = encode_tail(self.fingerprint, self.salt, self.agent, self.tail, self._serial)

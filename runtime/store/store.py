@@ -336,10 +336,10 @@ class BlockStore:
                 return refused
             try:
                 removed = retention.collect(state, state.index.unowned())
+                for path in state.paths.tmp.iterdir():
+                    state.disk.discard(str(path))
             except OSError as error:
                 return state.refuse(error)
-            for path in state.paths.tmp.iterdir():
-                state.disk.discard(str(path))
             state.freed()
             self._settled()
             return removed

@@ -30,7 +30,8 @@ def new_future() -> Future[Any]:
 class Put(Protocol):
     """A file to be written, in stages. ``admit`` and ``settle`` run in the committing thread, in order."""
 
-    nbytes: int
+    queued_bytes: int
+    """What it counts for in the queue; does not change."""
     future: Future[Any]
     outcome: Any
     """None while all is well, else the result that ends this put; later stages are skipped."""
@@ -76,9 +77,9 @@ class Writer:
     def offer(self, put: Put) -> bool:
         """Queue a put. False if there is no room now, or the writer is closed. Never waits."""
         with self._wake:
-            if self._closing or (self.pending_bytes and self.pending_bytes + put.nbytes > self._limit):
+            if self._closing or (self.pending_bytes and self.pending_bytes + put.queued_bytes > self._limit):
                 return False
-            self.pending_bytes += put.nbytes
+            self.pending_bytes += put.queued_bytes
             self._queue.append(put)
             self._wake.notify()
             return True
@@ -129,10 +130,10 @@ class Writer:
         group: list[Put] = []
         size = 0
         while self._queue and not isinstance(put := self._queue[0], tuple):
-            if group and size + put.nbytes > self._group:
+            if group and size + put.queued_bytes > self._group:
                 break
             group.append(put)
-            size += put.nbytes
+            size += put.queued_bytes
             self._queue.popleft()
         return group
 
@@ -177,7 +178,7 @@ class Writer:
         except Exception:
             log.exception("store commit failed")
         with self._wake:
-            self.pending_bytes -= sum(put.nbytes for put in group)
+            self.pending_bytes -= sum(put.queued_bytes for put in group)
         for put in group:
             put.future.set_result(put.outcome)
 

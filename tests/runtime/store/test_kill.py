@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-KILLS = int(os.environ.get("OFFBOOK_KILLS", "40"))
+KILLS = int(os.environ.get("OFFBOOK_KILLS", "30"))
 """How many; set OFFBOOK_KILLS=300 for a longer trial."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -218,6 +219,9 @@ def test_whatever_happens_counts_and_files_agree(kit, tmp_path_factory, data):
                 assert stats.disk_bytes == on_disk(root)
                 assert cap is None or stats.disk_bytes <= cap
                 assert list(root.glob("tmp/*")) == []
+                index = store._state.index
+                assert set(index.unowned()) == {n for n in index.blocks if not index.references[n]}
+                assert index.references == sum((Counter(a.owned) for a in index.agents.values()), Counter())
     finally:
         if store is not None:
             store.close()

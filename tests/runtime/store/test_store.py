@@ -333,3 +333,11 @@ def test_an_odd_layout_of_many_tensors_survives_the_limit_on_vectors(kit, open_s
     dests = [spec.empty() for spec in layout]
     assert store.load_block(store.chain(ids)[0], dests).result().ok
     assert [d.tobytes() for d in dests] == [a.tobytes() for a in kit.contents(store.chain(ids)[0], layout)]
+
+
+def test_nothing_on_disk_is_for_other_users_eyes(kit, open_store, tmp_path):
+    store = open_store()
+    kit.save(store, "ann", 300)
+    modes = {path: path.stat().st_mode & 0o777 for path in (tmp_path / "kv").rglob("*")}
+    assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
+    assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}
