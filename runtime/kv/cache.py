@@ -283,13 +283,13 @@ class Step:
                 self._open_block(table, position)
             self._write_groups(table, before, sealing, groups)
         # Pages that stay keep their content: a page's positions do not change. New ones are written.
-        kept = table.pages[sealing:]
         for page in table.pages[:sealing]:
             self.pool.pages.release(page)
+        table.pages = table.pages[sealing:]
         first_new = max(table.tokens, after)
-        while len(kept) * GROUP < total - after:
-            kept.append(self.pool.pages.take())
-        table.pages, table.sealed, table.tokens = kept, after, total
+        while len(table.pages) * GROUP < total - after:
+            table.pages.append(self.pool.pages.take())
+        table.sealed, table.tokens = after, total
         for index, tails in rest.items():
             for name, tensor in zip(("tail.k", "tail.v"), tails, strict=False):
                 target = self.arrays.pages[index][name]

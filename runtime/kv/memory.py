@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -87,6 +88,7 @@ class Loading:
     plan: Plan
     waiting: int = 0
     failed: str | None = None
+    unreadable: list[Any] = field(default_factory=list)
     staged: list[tuple[int, int, list[NDArray[Any]]]] = field(default_factory=list)
     tail: Tail | None = None
     ids: Ids = field(default_factory=lambda: np.zeros(0, np.uint32))
@@ -118,6 +120,9 @@ class KVMemory:
         self.counters: dict[str, float] = {}
         self._loaded = loaded
         self._roots: dict[str, bytes] = {}
+        # Blocks (names) and tails (agent, salt, tokens) that the store lists but could not give. Plans
+        # avoid them, so a plan that failed is not made again.
+        self._unreadable: set[Any] = set()
         self._group_sizes = [len(group.tensors(scheme)) for group in spec.groups]
 
     def count(self, name: str, by: float = 1) -> None:
@@ -140,8 +145,10 @@ class KVMemory:
         best = Plan("cold", 0)
         table = self.tables.get(key)
         if table is not None and table.tokens:
-            best = Plan("hot", self._reusable(table, ids[:limit]))
-            if best.tokens == table.tokens:
+            reusable = self._reusable(table, ids[:limit])
+            if reusable:
+                best = Plan("hot", reusable)
+            if reusable == table.tokens:
                 return best
         for other in self.tables.values():
             if other is not table and other.salt == key[1] and best.tokens < other.tokens <= limit:
@@ -157,6 +164,8 @@ class KVMemory:
                 for info in self.store.tails(agent, key[1]):
                     full = self.scheme.sealed(info.tokens) // BLOCK
                     longer = best.tokens < info.tokens <= limit and full <= reach
+                    if (agent, key[1], info.tokens) in self._unreadable:
+                        continue
                     if longer and chain_at(ids[: info.tokens], self.root(key[1])) == info.chain:
                         best = Plan("warm", info.tokens, agent, tuple(names[:full]))
         # Only blocks that are sealed at this length anyway, so that the result does not depend on
@@ -170,7 +179,7 @@ class KVMemory:
         return bool(np.array_equal(other.ids[: other.tokens], ids[: other.tokens]))
 
     def _available(self, name: bytes) -> bool:
-        if self.store is not None and self.store.has(name):
+        if self.store is not None and self.store.has(name) and name not in self._unreadable:
             return True
         return all(group.find(name) is not None for group in self.pool.groups)
 
@@ -239,7 +248,7 @@ class KVMemory:
     def _start_loads(self, loading: Loading, priority: int) -> None:
         table, plan = loading.table, loading.plan
         sealed = self.scheme.sealed(plan.tokens) if plan.tail else plan.tokens
-        jobs: list[Callable[[], Future[Any]]] = []
+        jobs: list[tuple[Any, Callable[[], Future[Any]]]] = []
         store = self.store
         for block, name in enumerate(plan.names):
             dests: list[NDArray[Any] | None] = []
@@ -266,10 +275,11 @@ class KVMemory:
                         dests += staging
                 table.slots[index].append(slot)
             if wanted and store is not None:
-                jobs.append(lambda n=name, d=dests: store.load_block(n, d, priority=priority))  # type: ignore[misc]
+                jobs.append((name, partial(store.load_block, name, dests, priority=priority)))
         if plan.tail and store is not None:
             agent, salt = plan.tail, loading.key[1]
-            jobs.append(lambda: store.load_tail(agent, salt, at=plan.tokens, priority=priority))
+            load = partial(store.load_tail, agent, salt, at=plan.tokens, priority=priority)
+            jobs.append(((agent, salt, plan.tokens), load))
             if sealed % BLOCK:
                 for index in range(len(self.spec.groups)):
                     table.slots[index].append(self.pool.groups[index].take())
@@ -278,16 +288,18 @@ class KVMemory:
         table.tokens, table.sealed = plan.tokens, sealed
         table.chain = list(plan.names)
         loading.waiting = len(jobs) + 1
-        for job in jobs:
-            job().add_done_callback(lambda future: self._one_loaded(loading, future))
-        self._one_loaded(loading, None)
+        for what, job in jobs:
+            job().add_done_callback(partial(self._one_loaded, loading, what))
+        self._one_loaded(loading, None, None)
 
-    def _one_loaded(self, loading: Loading, future: Future[Any] | None) -> None:
+    def _one_loaded(self, loading: Loading, what: Any, future: Future[Any] | None) -> None:
         # On I/O threads; += on an int attribute under the GIL is not atomic, hence the lock.
         if future is not None:
             result = future.result() if not future.cancelled() else None
             if result is None or not result.ok:
                 loading.failed = "cancelled" if result is None else str(result.reason)
+                if result is not None:
+                    loading.unreadable.append(what)
             elif hasattr(result, "tail"):
                 loading.tail = result.tail
         with _COUNT_LOCK:
@@ -302,7 +314,10 @@ class KVMemory:
         table, plan = loading.table, loading.plan
         if loading.failed is None and plan.tail and loading.tail is not None:
             loading.failed = self._restore_tail(table, loading.tail)
+            if loading.failed is not None:
+                loading.unreadable.append((plan.tail, table.salt, plan.tokens))
         if loading.failed is not None:
+            self._unreadable.update(loading.unreadable)
             self.count("load_failures")
             self.drop(loading.key)
             return None
@@ -340,6 +355,7 @@ class KVMemory:
                 ]
                 copies = [tensor.copy() for tensor in tensors]
                 self.store.put_block(name, parent, ids, copies, agent=table.agent, salt=table.salt)
+                self._unreadable.discard(name)
                 self.count("blocks_written")
         table.leave_window(self.pool)
 
@@ -362,6 +378,8 @@ class KVMemory:
         """Save the part-filled block and the pages, as a snapshot of now. None if nothing is new."""
         if self.store is None or table.saved == table.tokens or not table.tokens:
             return None
+        if table.sealed != self.scheme.sealed(table.tokens):
+            return None  # cut back, and stopped before it had grown again: its blocks are enough
         arrays: dict[str, NDArray[Any]] = {}
         groups = table.sealed % BLOCK // GROUP
         if groups:
@@ -385,6 +403,7 @@ class KVMemory:
             note={},
         )
         self.count("tails_written")
+        self._unreadable.discard((table.agent, table.salt, table.tokens))
         return self.store.put_tail(table.agent, tail, salt=table.salt, copy=False)
 
     def _restore_tail(self, table: AgentTable, tail: Tail) -> str | None:
