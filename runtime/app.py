@@ -46,6 +46,7 @@ from offbook.bus.errors import (
 )
 from offbook.runtime.child import EngineChild
 from offbook.runtime.config import DEFAULT_MODEL, EngineConfig, check_budget, default_store_dir, parse_memory
+from offbook.runtime.describe import serve_descriptions
 from offbook.runtime.lockfile import LockFile
 
 log = logging.getLogger("offbook.runtime")
@@ -142,7 +143,7 @@ class Runtime:
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
-        if not self._lock.acquire():
+        if not self._lock.acquire(tries=5):
             pid = self._lock.holder()
             raise RuntimeInUse(
                 f"runtime {self.name!r} already runs, in process {pid}: stop it, or choose another name",
@@ -180,6 +181,7 @@ class Runtime:
                     stack.push_async_callback(self.engine.end, partial(_ask_to_end, bus))
                 host = Host(self.name, journal=journal, endpoint=self.endpoint, clock=self._clock)
                 self._host = await stack.enter_async_context(host)
+                children.start_soon(serve_descriptions, bus, host)
                 self._bus = bus
                 try:
                     task_status.started()

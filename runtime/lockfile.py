@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -19,17 +20,38 @@ class LockFile:
         self.path = path
         self._fd: int | None = None
 
-    def acquire(self) -> bool:
-        """Take the lock and write our pid into it; False, at once, if another process holds it."""
+    def acquire(self, *, tries: int = 1) -> bool:
+        """Take the lock and write our pid into it; False if another process holds it.
+
+        Does not wait, but for 10 ms between tries: ``held`` holds a lock for an instant.
+        """
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return False
+        for left in reversed(range(tries)):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not left:
+                    os.close(fd)
+                    return False
+                time.sleep(0.01)
         self._fd = fd
         self.note_holder(os.getpid())
         return True
+
+    def held(self) -> bool:
+        """Whether some process holds the lock now."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
 
     def release(self) -> None:
         """Let go. A child that was given ``fileno`` still holds the lock, until it ends."""

