@@ -15,26 +15,37 @@ rebuilt, build new handles.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
-import math
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .native_library import (
+    NativeUnavailable,
+    available,
+    default_threads,
+    instruction_set,
+    library,
+    set_threads,
+    unavailable_reason,
+)
 from .scheme import BLOCK, GROUP
+
+__all__ = [
+    "LayerHandle",
+    "NativeUnavailable",
+    "StepTables",
+    "available",
+    "default_threads",
+    "instruction_set",
+    "set_threads",
+    "unavailable_reason",
+]
 
 F32 = NDArray[np.float32]
 Bits = Literal[4, 8, 16]
-_ABI = 1
 _FLOAT32 = np.dtype(np.float32)
-
-
-class NativeUnavailable(RuntimeError):
-    """The compiled kernel cannot be used here; the message says why."""
 
 
 class _Layer(ctypes.Structure):
@@ -54,107 +65,6 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("blocks", "pages", "block_at", "page_at")),
         *((name, ctypes.c_void_p) for name in ("sealed", "length", "start")),
     ]
-
-
-def _load() -> ctypes.CDLL:
-    if os.environ.get("OFFBOOK_NATIVE") == "0":
-        raise NativeUnavailable("the native kernel is switched off by OFFBOOK_NATIVE=0")
-    spec = importlib.util.find_spec("offbook.runtime.kv._native")
-    if spec is None or spec.origin is None:
-        raise NativeUnavailable(
-            "offbook was installed without its native kernel (no C compiler at install time?); "
-            "install one and reinstall offbook"
-        )
-    try:
-        library = ctypes.CDLL(str(Path(spec.origin)))
-        abi = library.offbook_abi()
-    except (OSError, AttributeError) as error:
-        raise NativeUnavailable(f"the native kernel {spec.origin} does not load: {error}") from error
-    if abi != _ABI:
-        raise NativeUnavailable(
-            f"the native kernel {spec.origin} has interface {abi}, not {_ABI}; reinstall offbook"
-        )
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    rows = [pointer, integer, integer]
-    signatures: dict[str, tuple[Any, list[Any]]] = {
-        "offbook_decode": (ctypes.c_int, [pointer, pointer, *rows * 4, pointer]),
-        "offbook_prefill": (ctypes.c_int, [pointer, pointer, integer, integer, integer, *rows * 4, pointer]),
-        "offbook_seal": (ctypes.c_int, [pointer, integer, pointer, pointer, pointer]),
-        "offbook_dequantise": (
-            ctypes.c_int,
-            [pointer, pointer, integer, integer, integer, pointer, integer, pointer, integer],
-        ),
-        "offbook_threads": (None, [ctypes.c_int]),
-        "offbook_isa": (ctypes.c_char_p, [ctypes.c_char_p]),
-    }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    library.offbook_isa(None)
-    library.offbook_threads(default_threads())
-    return library
-
-
-_library: ctypes.CDLL | None = None
-_reason: str | None = None
-
-
-def _native() -> ctypes.CDLL:
-    global _library, _reason
-    if _library is None:
-        if _reason is not None:
-            raise NativeUnavailable(_reason)
-        try:
-            _library = _load()
-        except NativeUnavailable as error:
-            _reason = str(error)
-            raise
-    return _library
-
-
-def available() -> bool:
-    """Whether the compiled kernel is there and can be used (loads it on the first call)."""
-    try:
-        _native()
-    except NativeUnavailable:
-        return False
-    return True
-
-
-def unavailable_reason() -> str | None:
-    """Why ``available()`` is false, for people; None if it is true."""
-    return None if available() else _reason
-
-
-def default_threads() -> int:
-    """The cores this process may use: its CPU affinity, and a container's CPU quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):
-        pass
-    return cores
-
-
-def set_threads(threads: int) -> None:
-    """Use at most this many threads, the caller among them. Results do not depend on it."""
-    if threads < 1:
-        raise ValueError(f"{threads} threads: use 1 or more")
-    _native().offbook_threads(threads)
-
-
-def instruction_set(name: str = "") -> str:
-    """Choose ``plain``, ``avx2`` or ``avx512`` (default: the best this CPU has); returns the one in use.
-
-    Raises:
-        ValueError: this CPU or this build does not have it.
-    """
-    chosen: bytes | None = _native().offbook_isa(name.encode())
-    if chosen is None:
-        raise ValueError(f"instruction set {name!r} is not available on this machine")
-    return chosen.decode()
 
 
 def _address(array: NDArray[Any]) -> int:
@@ -291,7 +201,7 @@ class LayerHandle:
         scale: float | None = None,
         softcap: float | None = None,
     ) -> None:
-        self._library = _native()
+        self._library = library()
         if heads < 1 or query_heads % heads:
             raise ValueError(f"{query_heads} query heads do not divide by {heads} KV heads")
         for what, width in (("key", key_width), ("value", value_width)):
@@ -475,13 +385,10 @@ class LayerHandle:
             raise ValueError(f"{count} pages, {len(slots)} slots, {len(groups)} groups: one of each")
         if not count:
             return
-        for what, ids, limit in (
-            ("page", pages, self.pages),
-            ("slot", slots, self.slots),
-            ("group", groups, 4),
-        ):
-            if min(ids) < 0 or max(ids) >= limit:
-                raise ValueError(f"{what} out of range: {list(ids)}, there are {limit}")
+        given = (("page", pages, self.pages), ("slot", slots, self.slots), ("group", groups, BLOCK // GROUP))
+        for what, numbers, limit in given:
+            if min(numbers) < 0 or max(numbers) >= limit:
+                raise ValueError(f"{what} out of range: {list(numbers)}, there are {limit}")
         ids = np.array([pages, slots, groups], np.int32)
         at = _address(ids)
         if self._library.offbook_seal(self._address, count, at, at + 4 * count, at + 8 * count):
@@ -491,9 +398,10 @@ class LayerHandle:
 
     def _bits(self, name: str, elements: int) -> Bits:
         words = self._tensors[name].shape[-1]
-        for bits in (4, 8):
+        both: tuple[Bits, Bits] = (4, 8)
+        for bits in both:
             if words * 32 == elements * bits:
-                return bits  # type: ignore[return-value]  # a literal out of a loop
+                return bits
         raise ValueError(f"{name} has {words} words for {elements} elements: neither 4 nor 8 bits")
 
     def _fits(self, tables: StepTables) -> None:

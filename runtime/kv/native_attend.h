@@ -11,6 +11,9 @@ static TARGET void FN(key_tile)(const struct layer *l, const struct chunk *c, in
     if (c->key_kind == U4 || c->key_kind == U8) {
         for (int64_t d = 0; d < l->dk; d++) {
             float scale = bf16(c->k_scales[4 * d + group]), bias = bf16(c->k_biases[4 * d + group]);
+            __builtin_prefetch(keys + d * c->k_row + c->k_ahead);
+            __builtin_prefetch(c->k_scales + c->k_scales_ahead + 4 * d);
+            __builtin_prefetch(c->k_biases + c->k_scales_ahead + 4 * d);
             for (int t = 0; t < GROUP; t += VW) {
                 vf x = c->key_kind == U4 ? FN(element)(U4, keys + d * c->k_row, t) : FN(element)(U8, keys + d * c->k_row, t);
                 FN(store)(tile + d * GROUP + t, x * scale + bias);
@@ -55,6 +58,7 @@ static TARGET void FN(value_tile)(const struct layer *l, const struct chunk *c, 
     for (int64_t t = from; t < to; t++) {
         const uint8_t *row = c->v[group] + t * c->v_row;
         float *out = tile + t * wide;
+        __builtin_prefetch(row + c->v_ahead);
         if (c->value_kind == U4 || c->value_kind == U8) {
             const int64_t per = l->dv / l->value_group, at = (group * GROUP + t) * per;
             for (int64_t g = 0; g < per; g++) {
