@@ -8,6 +8,7 @@ from offbook.bus.address import Address, check_topic, parse_address, parse_patte
 from offbook.bus.body import decode_as, decode_body, encode_body, type_name
 from offbook.bus.broker import Broker
 from offbook.bus.client import Bus, connect
+from offbook.bus.curve import KeyPair, ServerKeys, client_keys, new_key_pair
 from offbook.bus.delivery import Delivery
 from offbook.bus.envelope import MAX_BODY, Envelope, Kind, new_id
 from offbook.bus.security import endpoint_for, run_dir
@@ -25,19 +26,23 @@ __all__ = [
     "Delivery",
     "Envelope",
     "Event",
+    "KeyPair",
     "Kind",
     "MemoryTopicStore",
     "Record",
     "ReplyStream",
+    "ServerKeys",
     "Subscription",
     "TopicStore",
     "check_topic",
+    "client_keys",
     "connect",
     "decode_as",
     "decode_body",
     "encode_body",
     "endpoint_for",
     "new_id",
+    "new_key_pair",
     "parse_address",
     "parse_pattern",
     "run_dir",

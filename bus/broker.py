@@ -21,6 +21,7 @@ from offbook.bus.address import check_name, check_topic
 from offbook.bus.body import check_size
 from offbook.bus.courier import Courier
 from offbook.bus.credit import Window
+from offbook.bus.curve import ServerKeys
 from offbook.bus.envelope import Envelope, Kind, decode_header
 from offbook.bus.errors import (
     ConnectionLost,
@@ -66,6 +67,7 @@ class Broker:
     Args:
         endpoint: a runtime's name, ``ipc://PATH`` or ``tcp://HOST:PORT``; several may be given.
         topic_store: where topics are retained; in memory by default.
+        keys: for ``tcp://``, and required by it: see :class:`offbook.bus.ServerKeys`.
         heartbeat, patience: seconds; see :data:`HEARTBEAT` and :data:`PATIENCE`.
 
     Raises (on start):
@@ -77,11 +79,12 @@ class Broker:
         self,
         *endpoints: str,
         topic_store: TopicStore | None = None,
+        keys: ServerKeys | None = None,
         heartbeat: float = HEARTBEAT,
         patience: float = PATIENCE,
         queue_bytes: int = QUEUE_BYTES,
     ) -> None:
-        self._listener = Listener(endpoints)
+        self._listener = Listener(endpoints, keys)
         self._heartbeat = heartbeat
         self._patience = patience
         self._peers: dict[bytes, Peer] = {}
@@ -150,6 +153,7 @@ class Broker:
                 self._tasks = tasks
                 tasks.start_soon(self._own_socket)
                 tasks.start_soon(self._listener.watch)
+                tasks.start_soon(self._listener.admit)
                 tasks.start_soon(self._keep_time)
                 tasks.start_soon(self._hub.run)
                 try:

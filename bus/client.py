@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import anyio
+import zmq
 
 from offbook.bus.address import check_name, check_topic, parse_address, parse_pattern
 from offbook.bus.body import encode_body
+from offbook.bus.curve import KeyPair, arm_client, check_key, client_keys
 from offbook.bus.envelope import MAX_CHAIN, Envelope, Kind, new_id
 from offbook.bus.errors import (
     ConnectionLost,
@@ -37,20 +40,39 @@ MAX_TIMEOUT = 30 * 86400.0
 
 
 @contextlib.asynccontextmanager
-async def connect(target: str, *, name: str | None = None, timeout: float = 5.0) -> AsyncIterator[Bus]:
+async def connect(
+    target: str,
+    *,
+    name: str | None = None,
+    timeout: float = 5.0,
+    server_key: str | None = None,
+    keys: KeyPair | None = None,
+) -> AsyncIterator[Bus]:
     """Connect to a broker: ``async with connect("village") as bus: ...``.
 
     Args:
         target: a runtime's name, ``ipc://PATH`` or ``tcp://HOST:PORT``.
         name: how this peer is called, unique among those connected; made up by default.
         timeout: seconds to wait for the first connection.
+        server_key: for ``tcp://``, and required by it: the broker's public key.
+        keys: for ``tcp://``: our own keys; by default this user's, made on first use. The broker must
+            have the public one in its list.
 
     Raises:
         ConnectionLost: no broker answered in time.
         ProtocolError: the broker refused us, e.g. the name is in use.
         InvalidAddress, InvalidRequest: ``target`` or ``name`` is not legal.
     """
-    bus = Bus(resolve_endpoint(target), name)
+    endpoint = resolve_endpoint(target)
+    arm = None
+    if endpoint.startswith("tcp://"):
+        if server_key is None:
+            raise InvalidRequest(
+                f"{target}: plaintext TCP is refused; give the broker's public key as server_key"
+            )
+        check_key(server_key, "server_key")
+        arm = partial(arm_client, pair=keys or client_keys(), server_key=server_key)
+    bus = Bus(endpoint, name, arm)
     failure: BaseException | None = None
     # A task group would wrap what the caller's block raises into a group; hand it over outside.
     async with anyio.create_task_group() as tasks:
@@ -75,10 +97,12 @@ class Bus:
         endpoint: where its broker is.
     """
 
-    def __init__(self, endpoint: str, name: str | None) -> None:
+    def __init__(
+        self, endpoint: str, name: str | None, arm: Callable[[zmq.Socket[bytes]], None] | None = None
+    ) -> None:
         self.name = check_name(name, "peer name") if name is not None else f"peer-{new_id()[-12:]}"
         self.endpoint = endpoint
-        self._exchange = Exchange(endpoint, self.name)
+        self._exchange = Exchange(endpoint, self.name, arm)
         self._sender = f"peer/{self.name}"
 
     # Asking

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import anyio
+import zmq
 
 from offbook.bus import control
 from offbook.bus.credit import Gate, Returns
@@ -46,7 +47,10 @@ _UNCOUNTED = (Kind.SERVE, Kind.UNSERVE, Kind.SUBSCRIBE)
 class Exchange:
     """Everything of a client but its public verbs; see :class:`Bus` for what the names mean."""
 
-    def __init__(self, endpoint: str, name: str) -> None:
+    def __init__(
+        self, endpoint: str, name: str, arm: Callable[[zmq.Socket[bytes]], None] | None = None
+    ) -> None:
+        self._arm = arm
         self.name = name
         self.endpoint = endpoint
         self.late_replies = 0
@@ -97,7 +101,7 @@ class Exchange:
         pause = _RETRY_FIRST
         while not self.closed:
             hello = control.Hello(name=self.name, instance=self._instance)
-            link = Link(self.endpoint, hello, self._on_up, self._on_message)
+            link = Link(self.endpoint, hello, self._on_up, self._on_message, self._arm)
             try:
                 self._failure = reason = await link.run()
             finally:

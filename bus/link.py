@@ -36,6 +36,7 @@ class Link:
         up: called once, when the broker has welcomed us.
         receive: called with each envelope and body that is not the link's own business. Both are
             called by the link's task and must not block.
+        arm: sets the socket's encryption, if any.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Link:
         hello: control.Hello,
         up: Callable[[Link], None],
         receive: Callable[[Link, Envelope, bytes], None],
+        arm: Callable[[zmq.Socket[bytes]], None] | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.welcome: control.Welcome | None = None
@@ -59,6 +61,8 @@ class Link:
         dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         dealer.setsockopt(zmq.RECONNECT_IVL, -1)  # a new session is a new socket
         dealer.setsockopt(zmq.LINGER, _LINGER_MS)
+        if arm is not None:
+            arm(dealer)
         self._socket = MessageSocket(dealer)
 
     # Sending

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import socket as os_socket
+import threading
 from collections.abc import Container, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import zmq
 
+from offbook.bus.curve import Doorkeeper, ServerKeys
 from offbook.bus.envelope import MAX_BODY
 from offbook.bus.errors import EndpointInUse, InvalidRequest
 from offbook.bus.monitor import ENDED, REFUSED, Monitor
@@ -34,10 +36,19 @@ _RCVMORE = int(zmq.RCVMORE)
 class Listener:
     """A ROUTER on one or more endpoints. Use as a context manager; then as :class:`MessageSocket`."""
 
-    def __init__(self, targets: Sequence[str]) -> None:
+    def __init__(self, targets: Sequence[str], keys: ServerKeys | None = None) -> None:
         if not targets:
             raise InvalidRequest("a broker needs an endpoint: a runtime's name, or ipc://PATH")
         self._targets = [resolve_endpoint(target) for target in targets]
+        # Options hold for what is bound after they are set, so the encrypted endpoints come last.
+        self._targets.sort(key=lambda endpoint: endpoint.startswith("tcp://"))
+        if keys is None and self._targets[-1].startswith("tcp://"):
+            raise InvalidRequest(
+                f"endpoint {self._targets[-1]!r}: plaintext TCP is refused; give the broker keys="
+                "ServerKeys.of_runtime(NAME)"
+            )
+        self._keys = keys
+        self._doorkeeper: Doorkeeper | None = None
         self._exit = contextlib.ExitStack()
         self._routes: dict[int, bytes] = {}  # live connections: descriptor to routing id
         self._ended: list[bytes] = []
@@ -46,7 +57,14 @@ class Listener:
 
     def __enter__(self) -> Listener:
         with contextlib.ExitStack() as stack:
-            router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+            # ZeroMQ asks one doorkeeper per context, so a broker with keys has its own.
+            context = zmq.Context.instance() if self._keys is None else zmq.Context()
+            if self._keys is not None:
+                # Ending a context waits for what is still being sent; the event loop must not.
+                stack.callback(lambda: threading.Thread(target=context.term, daemon=True).start())
+                self._doorkeeper = Doorkeeper(context, self._keys)
+                stack.callback(self._doorkeeper.close)
+            router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
             stack.callback(router.close, linger=_LINGER_MS)
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a peer that has gone is an error
             router.setsockopt(zmq.ROUTER_HANDOVER, 0)  # a second peer cannot take over an identity
@@ -76,9 +94,19 @@ class Listener:
             check_private(path.parent)
             stack.enter_context(EndpointLock(path))
             router.bind(endpoint)
+            stack.callback(path.unlink, missing_ok=True)  # ZeroMQ leaves it
+            stack.callback(router.unbind, endpoint)
             path.chmod(0o600)
             return endpoint
-        raise InvalidRequest(f"endpoint {endpoint!r}: tcp:// needs keys; plaintext TCP is refused")
+        assert self._doorkeeper is not None
+        self._doorkeeper.arm(router)
+        try:
+            router.bind(endpoint)
+        except zmq.ZMQError as exc:
+            if exc.errno == zmq.EADDRINUSE:
+                raise EndpointInUse(f"{endpoint} is in use by another program") from exc
+            raise InvalidRequest(f"endpoint {endpoint!r}: {exc}; use tcp://ADDRESS:PORT") from exc
+        return bytes(router.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()  # the port, if it was *
 
     # Messages
 
@@ -125,6 +153,11 @@ class Listener:
 
     # Ends of connections
 
+    async def admit(self) -> None:
+        """Decide who may connect over ``tcp://``, until cancelled."""
+        if self._doorkeeper is not None:
+            await self._doorkeeper.run()
+
     async def watch(self) -> None:
         """Wake the owner whenever a connection ends."""
         while True:
@@ -159,6 +192,3 @@ class Listener:
             copy = os_socket.socket(fileno=os.dup(fd))
             with copy:
                 copy.shutdown(os_socket.SHUT_RDWR)
-
-
-__all__ = ["EndpointInUse", "Listener"]

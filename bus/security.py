@@ -115,16 +115,22 @@ class EndpointLock:
         self._fd = -1
 
     def __enter__(self) -> EndpointLock:
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = os.read(fd, 20).decode("ascii", "replace").strip()
-            os.close(fd)
-            raise EndpointInUse(
-                f"process {holder or 'unknown'} already listens on {self._path.with_suffix('')}; stop it",
-                pid=holder,
-            ) from None
+        while True:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(fd), os.stat(self._path)):
+                    break
+            except FileNotFoundError:
+                pass
+            except OSError:
+                holder = os.read(fd, 20).decode("ascii", "replace").strip()
+                os.close(fd)
+                raise EndpointInUse(
+                    f"process {holder or 'unknown'} already listens on {self._path.with_suffix('')}; stop it",
+                    pid=holder,
+                ) from None
+            os.close(fd)  # its last holder removed the file between our two calls
         os.truncate(fd, 0)
         os.write(fd, str(os.getpid()).encode())
         self._fd = fd
@@ -133,5 +139,5 @@ class EndpointLock:
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The lock file stays: removing it would let two brokers hold locks on different files.
+        self._path.unlink(missing_ok=True)
         os.close(self._fd)
