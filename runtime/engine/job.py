@@ -57,6 +57,8 @@ class Job:
     truncated: int = 0
     logprobs: int = 0
     constraint: Any = None
+    ignore_end: bool = False
+    """Go on to ``max_tokens`` over end-of-turn tokens (benchmarks)."""
 
     phase: Phase = Phase.QUEUED
     table: AgentTable | None = None

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -30,6 +31,8 @@ from ..kv.probe import derive, make_caches
 from ..kv.scheme import KVScheme
 from ..kv.spec import ModelCacheSpec
 from ..kv.table import Ids
+from ..observe.metrics import Metrics
+from ..observe.trace import Trace
 from ..store.hashing import chain_at
 from ..supervisor import MIB, Supervisor, pool_sizes, workspace_bytes
 from .batch import Batch
@@ -55,6 +58,8 @@ class EngineLoop:
         open_store: opens the block store for a fingerprint and spec, or returns None.
         budget_bytes: everything this process may use for MLX memory.
         host: whether the pool is written through NumPy views (CPU).
+        native: makes the native kernel's front for a pool, or None where it does not fit.
+        trace: file for a Perfetto/Chrome trace.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class EngineLoop:
         budget_bytes: int,
         host: bool,
         native: Callable[[PoolArrays], Any] | None = None,
+        trace: Path | None = None,
     ) -> None:
         self._load, self._open_store = load, open_store
         self.scheme, self.budget_bytes, self.host = scheme, budget_bytes, host
@@ -77,7 +83,8 @@ class EngineLoop:
         self._resizes: list[tuple[int, Future[None]]] = []
         self.ready: Future[None] = Future()
         self.step_started = 0.0
-        self.counters: dict[str, float] = {}
+        self.metrics = Metrics()
+        self.trace = Trace(trace) if trace is not None else None
         self.peak_bytes = 0
 
     # ---- for other threads
@@ -161,7 +168,7 @@ class EngineLoop:
         self.memory = KVMemory(
             self.spec, self.scheme, self.fingerprint, self.arrays, self.pool, self.store, self._loaded
         )
-        self.memory.counters = self.counters
+        self.memory.metrics = self.metrics
         self.supervisor = Supervisor(self.spec, self.scheme, self.pool)
         self.scheduler = Scheduler(self.supervisor, self.memory)
         self.pool_bytes = sizes.nbytes
@@ -250,7 +257,7 @@ class EngineLoop:
                 self._end(job, error)
         except Exception as error:
             log.exception("a step failed for %s", [job.key for job in jobs])
-            self.counters["failed_steps"] = self.counters.get("failed_steps", 0) + 1
+            self.metrics.count("failed_steps")
             alive = [job for job in jobs if job.phase in (Phase.DECODE, Phase.PREFILL)]
             if len(alive) > 1:
                 for job in alive:
@@ -287,6 +294,10 @@ class EngineLoop:
         self.post(lambda: self._finish_load(loading))
 
     def _finish_load(self, loading: Loading) -> None:
+        now = time.monotonic()
+        self.metrics.observe("load_ms", (now - loading.started) * 1e3)
+        if self.trace is not None:
+            self.trace.load(loading.key[0], loading.started, now, tokens=loading.plan.tokens)
         job = next((j for j in self.scheduler.running if j.table is loading.table), None)
         ids = job.ids if job is not None else loading.ids
         table = self.memory.finish(loading, ids)
@@ -305,9 +316,13 @@ class EngineLoop:
         tables = [job.table for job in jobs if job.table is not None]
         pieces = [job.remaining[:count] for job, count in chunk]
         last = all(len(job.remaining) == count for job, count in chunk)
-        started = time.perf_counter()
+        started = time.monotonic()
         logits = self.batch.prefill(tables, pieces, logits=last and any(j.max_tokens for j in jobs))
-        self.scheduler.observe_prefill(sum(map(len, pieces)), time.perf_counter() - started)
+        ended, count = time.monotonic(), sum(map(len, pieces))
+        self.scheduler.observe_prefill(count, ended - started)
+        self.metrics.observe("prefill_chunk_ms", (ended - started) * 1e3)
+        if self.trace is not None:
+            self.trace.step(f"prefill {count}", started, ended, agents=[job.key[0] for job in jobs])
         for (job, count), table in zip(chunk, tables, strict=True):
             job.prefilled += count
             self.memory.after_step(table)
@@ -325,7 +340,14 @@ class EngineLoop:
         tokens = [job.generated[-1] for job in rows]
         for table, token in zip(tables, tokens, strict=True):
             table.ids = np.append(table.ids[: table.tokens], np.uint32(token))
+        started = time.monotonic()
         logits = self.batch.decode(tables, tokens)
+        ended = time.monotonic()
+        self.metrics.observe("decode_step_ms", (ended - started) * 1e3)
+        self.metrics.count("decode_steps")
+        self.metrics.count("decode_rows", len(rows))
+        if self.trace is not None:
+            self.trace.step(f"decode {len(rows)}", started, ended, agents=[job.key[0] for job in rows])
         for table in tables:
             self.memory.after_step(table)
         self._draw(rows, logits)
@@ -355,9 +377,9 @@ class EngineLoop:
         if not job.generated:
             job.first_token = time.monotonic()
         job.generated.append(token)
-        self.counters["generated_tokens"] = self.counters.get("generated_tokens", 0) + 1
+        self.metrics.count("generated_tokens")
         assert job.text is not None
-        if token in self.loaded.eos_token_ids:
+        if token in self.loaded.eos_token_ids and not job.ignore_end:
             self._finish(job, "stop")
             return
         piece = job.text.push(token)
@@ -379,11 +401,11 @@ class EngineLoop:
         assert table is not None
         self._unsaved[job.key] = time.monotonic()
         count = "turns" if job.text is not None else "observed"
-        self.counters[count] = self.counters.get(count, 0) + 1
+        self.metrics.count(count)
         for name, by in (("reused_tokens", job.reused), ("prefilled_tokens", job.prefilled)):
-            self.counters[name] = self.counters.get(name, 0) + by
+            self.metrics.count(name, by)
         if not job.reused:
-            self.counters["cold_prefills"] = self.counters.get("cold_prefills", 0) + 1
+            self.metrics.count("cold_prefills")
         ids = np.concatenate([job.ids, np.array(job.generated, np.uint32)])
         handle = StateHandle(
             agent=job.key[0],
@@ -393,7 +415,21 @@ class EngineLoop:
             where="hot",
         )
         self.scheduler.finish(job)
+        self._observe_turn(job)
         job.emit(job, job.reply(reason, handle))
+
+    def _observe_turn(self, job: Job) -> None:
+        """Histograms by where the memory came from, and the turn's phases in the trace."""
+        now = time.monotonic()
+        first = job.first_token or now
+        if job.text is not None:
+            self.metrics.observe(f"ttft_{job.source}_ms", (first - job.arrived) * 1e3)
+            self.metrics.observe("queue_ms", (job.admitted - job.arrived) * 1e3)
+        if self.trace is not None:
+            phases = ("queued", "load", "prefill", "decode")
+            times = (job.arrived, job.admitted, job.loaded, first, now)
+            for name, start, end in zip(phases, times, times[1:], strict=False):
+                self.trace.agent(job.key[0], name, start, end, source=job.source, reused=job.reused)
 
     def _end(self, job: Job, error: OffbookError) -> None:
         """End a job with an error, at whatever phase it is."""
@@ -402,7 +438,7 @@ class EngineLoop:
         if job.phase is Phase.LOADING:
             self.memory.cancel(job.key)
         self.scheduler.finish(job)
-        self.counters["ended_early"] = self.counters.get("ended_early", 0) + 1
+        self.metrics.count("ended_early")
         job.emit(job, error)
 
     # ---- requests, on the step thread
@@ -435,7 +471,7 @@ class EngineLoop:
         loading = self.scheduler.prefetch(key, plan, len(ids) + 256)
         if loading is not None:
             loading.ids = ids
-            self.counters["prefetches"] = self.counters.get("prefetches", 0) + 1
+            self.metrics.count("prefetches")
 
     def locate(self, key: Key, ids: Ids) -> StateHandle:
         plan = self.memory.plan(key, np.append(ids, np.uint32(0)))
@@ -504,7 +540,7 @@ class EngineLoop:
             context_limit=self.loaded.context_limit,
             agents=tuple(agents),
             counters={
-                **self.counters,
+                **self.metrics.flat(),
                 "queued": len(self.scheduler.queue),
                 "running": len(self.scheduler.running),
                 "prefill_tokens_per_s": self.scheduler.prefill_rate,
@@ -542,4 +578,6 @@ class EngineLoop:
         except BaseException:
             log.exception("the engine did not end cleanly")
         finally:
+            if self.trace is not None:
+                self.trace.close()
             self._done.set_result(None)

@@ -158,6 +158,7 @@ def build_loop(config: EngineConfig) -> Any:
         scheme=KVScheme.uniform(config.kv_bits),  # type: ignore[arg-type]
         budget_bytes=config.budget_bytes or default_budget_bytes(),
         host=on_cpu,
+        trace=Path(config.trace) if config.trace else None,
         native=lambda arrays: NativeAttention(arrays) if supported(arrays) else None,
     )
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..observe.metrics import Metrics
 from ..store.hashing import block_hash, chain, chain_at, root_hash
 from ..store.layout import Tail, TailInfo
 from .arrays import PoolArrays
@@ -92,7 +93,7 @@ class Loading:
     staged: list[tuple[int, int, list[NDArray[Any]]]] = field(default_factory=list)
     tail: Tail | None = None
     ids: Ids = field(default_factory=lambda: np.zeros(0, np.uint32))
-    started: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=time.monotonic)
 
 
 class KVMemory:
@@ -117,7 +118,7 @@ class KVMemory:
         self.arrays, self.pool, self.store = arrays, pool, store
         self.tables: dict[Key, AgentTable] = {}
         self.loading: dict[Key, Loading] = {}
-        self.counters: dict[str, float] = {}
+        self.metrics = Metrics()
         self._loaded = loaded
         self._roots: dict[str, bytes] = {}
         # Blocks (names) and tails (agent, salt, tokens) that the store lists but could not give. Plans
@@ -126,7 +127,7 @@ class KVMemory:
         self._group_sizes = [len(group.tensors(scheme)) for group in spec.groups]
 
     def count(self, name: str, by: float = 1) -> None:
-        self.counters[name] = self.counters.get(name, 0) + by
+        self.metrics.count(name, by)
 
     def root(self, salt: str) -> bytes:
         if salt not in self._roots:

@@ -1,0 +1,221 @@
+"""A team of agents on one engine in this process: what the engine benchmarks drive.
+
+The bus is left out, so that the figures are the engine's own; turns are submitted to the step thread
+and answered through futures, as the engine's actor does.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks import common
+
+import mlx.core as mx  # isort: skip
+import numpy as np
+
+from offbook.actors.lm import ChatMessage, EngineStats, Generated, SamplingParams
+from offbook.bus.errors import OffbookError
+from offbook.runtime.engine.dialogue import Dialogue
+from offbook.runtime.engine.job import Job
+from offbook.runtime.engine.loop import EngineLoop
+from offbook.runtime.engine.sampling import Sampler
+from offbook.runtime.engine.text import TextStream
+from offbook.runtime.kv.kernel import NativeAttention, supported
+from offbook.runtime.kv.scheme import KVScheme
+from offbook.runtime.kv.spec import ModelCacheSpec
+from offbook.runtime.models.load import LoadedModel, load
+from offbook.runtime.store.layout import TensorSpec
+from offbook.runtime.store.store import BlockStore
+
+QUESTION = "\n\nWhat is this text about? One sentence."
+SYSTEM = "You are a reader who answers briefly."
+
+
+@dataclass
+class Turn:
+    """One turn under way or done. Times are ``time.perf_counter()`` seconds."""
+
+    agent: str
+    job: Job | None = None
+    submitted: float = field(default_factory=time.perf_counter)
+    pieces: list[float] = field(default_factory=list)
+    reply: Future[Generated] = field(default_factory=Future)
+
+    @property
+    def ttft_ms(self) -> float:
+        return self.reply.result().usage.ttft_ms
+
+
+class Team:
+    """Agents, their transcripts, and the engine they share.
+
+    Args:
+        loaded: a model; its loading is no part of a measurement.
+        budget_bytes: of the engine.
+        persistent: whether evicted agents go to disk (a folder that is removed at the end).
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        budget_bytes: int,
+        *,
+        persistent: bool = True,
+        scheme: KVScheme | None = None,
+        native: bool = True,
+        trace: Path | None = None,
+    ) -> None:
+        self.loaded = loaded
+        self.folder = Path(tempfile.mkdtemp(prefix="offbook-bench-")) if persistent else None
+        self.transcripts: dict[str, np.ndarray] = {}
+        self.dialogue = Dialogue(loaded.tokenizer, sorted(loaded.eos_token_ids))
+        self.loop = EngineLoop(
+            lambda: loaded,
+            self._open_store,
+            scheme=scheme or KVScheme(),
+            budget_bytes=budget_bytes,
+            host=mx.default_device() == mx.Device(mx.cpu),
+            native=(lambda arrays: NativeAttention(arrays) if supported(arrays) else None)
+            if native
+            else None,
+            trace=trace,
+        )
+        self.loop.start()
+        self.loop.ready.result()
+
+    def _open_store(self, fingerprint: str, spec: ModelCacheSpec, scheme: KVScheme) -> BlockStore | None:
+        if self.folder is None:
+            return None
+        layout = [
+            TensorSpec(tensor.name, tensor.dtype, tensor.shape)
+            for group in spec.groups
+            for tensor in group.tensors(scheme)
+        ]
+        return BlockStore(self.folder, fingerprint=fingerprint, layout=layout)
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.loop.stop().result()
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    # ---- turns
+
+    def ask(
+        self, agent: str, text: str, *, max_tokens: int = 1, ignore_end: bool = False, priority: int = 0
+    ) -> Turn:
+        """Submit a turn. ``ignore_end`` generates exactly ``max_tokens`` tokens."""
+        transcript = self.transcripts.get(agent, np.zeros(0, np.uint32))
+        prompt = self.dialogue.prompt(SYSTEM, transcript, [ChatMessage("user", text)])
+        return self.ask_ids(agent, prompt, max_tokens=max_tokens, ignore_end=ignore_end, priority=priority)
+
+    def ask_ids(
+        self, agent: str, prompt: np.ndarray, *, max_tokens: int, ignore_end: bool = False, priority: int = 0
+    ) -> Turn:
+        transcript = self.transcripts.get(agent, np.zeros(0, np.uint32))
+        turn = Turn(agent)
+
+        def emit(job: Job, event: Any) -> None:
+            if isinstance(event, str):
+                turn.pieces.append(time.perf_counter())
+            elif isinstance(event, OffbookError):
+                turn.reply.set_exception(event)
+            else:
+                new = np.frombuffer(event.appended, "<u4").astype(np.uint32)
+                self.transcripts[agent] = np.concatenate([transcript, new])
+                turn.reply.set_result(event)
+
+        sampling = SamplingParams(max_tokens=max_tokens)
+        turn.job = Job(
+            key=(agent, ""),
+            ids=np.concatenate([transcript, prompt]),
+            appended_from=len(transcript),
+            kept=len(transcript),
+            max_tokens=max_tokens,
+            sampler=Sampler(sampling),
+            text=TextStream(self.loaded.tokenizer.detokenizer, ()),
+            emit=emit,
+            priority=priority,
+            ignore_end=ignore_end,
+        )
+        job = turn.job
+        self.loop.post(lambda: self.loop.submit(job))
+        return turn
+
+    def say(self, agent: str, text: str, **how: Any) -> Turn:
+        """A turn, waited for."""
+        turn = self.ask(agent, text, **how)
+        turn.reply.result()
+        return turn
+
+    # ---- the engine
+
+    def evict(self, *agents: str) -> None:
+        """To disk, and wait until it is there."""
+        self.loop.call(lambda: [self.loop.memory.evict((agent, "")) for agent in agents]).result()
+        self.flush()
+
+    def flush(self) -> None:
+        store = self.loop.store
+        if store is not None:
+            store.flush()
+
+    def prefetch(self, agent: str) -> None:
+        ids = self.transcripts[agent]
+        self.loop.post(lambda: self.loop.prefetch((agent, ""), ids))
+
+    def stats(self) -> EngineStats:
+        return self.loop.call(self.loop.stats).result()
+
+
+class Reader:
+    """Fresh slices of prose: a text is never given twice."""
+
+    def __init__(self, loaded: LoadedModel, seed: int = 0) -> None:
+        self.tokenizer = loaded.tokenizer
+        self.ids = self.tokenizer.encode(common.prose(), add_special_tokens=False)
+        self.at = random.Random(seed).randrange(len(self.ids) // 2)
+        self.serial = 0
+
+    def text(self, tokens: int) -> str:
+        """About ``tokens`` tokens of text, different at its first word from all before."""
+        if self.at + tokens > len(self.ids):
+            self.at = 0
+        part = self.ids[self.at : self.at + tokens]
+        self.at += tokens
+        self.serial += 1
+        return f"Text {self.serial}. " + str(self.tokenizer.decode(part))
+
+
+def load_embedded() -> LoadedModel:
+    return load(common.EMBEDDED)
+
+
+def budget_for(loaded: LoadedModel, *, agents: int, tokens: int) -> int:
+    """A budget whose pool holds ``agents`` agents of ``tokens`` tokens."""
+    from offbook.runtime.kv.probe import derive
+    from offbook.runtime.kv.scheme import BLOCK
+    from offbook.runtime.supervisor import TYPICAL_CONTEXT, workspace_bytes
+
+    spec, scheme = derive(loaded.model), KVScheme()
+    # Blocks and pages are divided for agents of typical length; count the scarcer of the two.
+    pages = scheme.pages * spec.page_bytes
+    block = spec.block_bytes(scheme)
+    typical = TYPICAL_CONTEXT // BLOCK * block + pages
+    by_blocks = (-(-tokens // BLOCK) + 1) / (TYPICAL_CONTEXT // BLOCK)
+    per_agent = typical * max(1.0, by_blocks)
+    return int(
+        loaded.weights_bytes + workspace_bytes(spec, loaded.weights_bytes) + (agents + 0.5) * per_agent
+    )
