@@ -178,11 +178,26 @@ def ids() -> Callable[..., np.ndarray[Any, np.dtype[np.uint32]]]:
     return random_ids
 
 
+def _rounding(cache: Any) -> Any:
+    """One of mlx-lm's caches, keeping what it is given rounded to bfloat16 as ours do."""
+    store = cache.update_and_fetch
+
+    def update_and_fetch(*pair: mx.array) -> Any:
+        return store(*(x.astype(mx.bfloat16).astype(x.dtype) for x in pair))
+
+    cache.update_and_fetch = update_and_fetch
+    return cache
+
+
 class Oracle:
-    """mlx-lm's own caches over one sequence."""
+    """mlx-lm's own caches over one sequence, as wide as 16 bits are."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.cache = model, make_prompt_cache(model)
+        self.model = model
+        self.cache = [
+            _rounding(cache) if hasattr(cache, "update_and_fetch") else cache
+            for cache in make_prompt_cache(model)
+        ]
 
     def feed(self, ids: Sequence[int]) -> np.ndarray[Any, Any]:
         """Logits of the last position."""

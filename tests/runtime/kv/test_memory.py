@@ -52,7 +52,8 @@ def test_a_hybrid_model_that_must_go_back_starts_from_nothing(
 
 @pytest.mark.parametrize("chunk", [1, 32, 64, 100])
 @pytest.mark.parametrize(
-    ("architecture", "kept"), [("llama", ("hot", 320)), ("gemma-300", ("warm", 256)), ("latent", ("hot", 320))]
+    ("architecture", "kept"),
+    [("llama", ("hot", 320)), ("gemma-300", ("warm", 256)), ("latent", ("hot", 320))],
 )
 def test_going_back_into_sealed_groups_works_in_chunks_of_any_size(
     rig: Callable[..., Any], ids: Any, chunk: int, architecture: str, kept: tuple[str, int]
@@ -225,7 +226,9 @@ def test_a_tail_that_does_not_fit_the_model_is_a_miss(
     one.say("a", text[:300])
     one.evict("a")
     load = one.memory._restore_tail
-    monkeypatch.setattr(one.memory, "_restore_tail", lambda table, tail: load(table, tail) or "of another form")
+    monkeypatch.setattr(
+        one.memory, "_restore_tail", lambda table, tail: load(table, tail) or "of another form"
+    )
     got, plan = one.say("a", text)
     assert plan.source == "cold"
     assert np.array_equal(got, rig("llama").say("a", text)[0])

@@ -217,7 +217,9 @@ def test_a_table_holds_what_its_spec_says_and_gives_it_all_back(tokens: int) -> 
 @given(st.integers(1, 2000), st.data())
 def test_truncating_keeps_just_the_slots_of_what_is_left(tokens: int, data: Any) -> None:
     table, pool = made(tokens)
-    keep = data.draw(st.integers(table.sealed, tokens) | st.integers(0, table.sealed // GROUP).map(lambda n: n * GROUP))
+    keep = data.draw(
+        st.integers(table.sealed, tokens) | st.integers(0, table.sealed // GROUP).map(lambda n: n * GROUP)
+    )
     table.truncate(keep, pool)
     assert table.tokens == keep
     assert table.sealed <= keep <= table.sealed + len(table.pages) * GROUP
