@@ -30,12 +30,6 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Awaitable[Any]])
 
-TICK = "offbook.tick"
-"""Type of the message that calls an ``@every`` method; its body is the method's name."""
-
-BORN = "offbook.born"
-"""Type of the message that runs ``on_spawn``: the first turn of an actor."""
-
 
 @dataclass(frozen=True)
 class Handler:

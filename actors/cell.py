@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
-import msgspec
 
-from offbook.bus.body import check_size
 from offbook.bus.errors import (
     ActorFailed,
     ActorStopped,
@@ -28,18 +27,20 @@ from offbook.bus.errors import (
 )
 
 from . import statements
-from .actor import BORN, TICK, Actor, ActorSpec, make, turn_random, unknown_type
+from .actor import ActorSpec, turn_random
+from .instance import Instance
 from .journal import RETRY_AFTER, JournalFailed
 from .lm import MemoryRef
-from .memory import AgentMemory
-from .message import decode, encode
-from .records import Inbound, Mode, Outgoing, Snapshot, TurnRecord
+from .message import encode
+from .records import Inbound, Mode, Outgoing, TurnRecord
 from .statements import TurnLost
 from .supervision import ASKERS_OWN, Failure, RestartWindow, Verdict, decide, for_asker
 from .turn import Turn, TurnPort, current_turn
 
 if TYPE_CHECKING:
     from offbook.bus.delivery import Delivery
+
+    from .stage import Stage
 
 log = logging.getLogger("offbook.actors")
 
@@ -50,9 +51,8 @@ _HOPELESS = (BadMessage, UnknownMessageType)
 class CellPort(TurnPort, Protocol):
     """What a cell needs of its host."""
 
-    def started(self, cell: Cell) -> None: ...
-
-    def rested(self, cell: Cell) -> None: ...
+    stopping: bool
+    stage: Stage
 
     def committed(self, record: TurnRecord, outgoing: list[Outgoing], born: list[Inbound]) -> None: ...
 
@@ -85,10 +85,7 @@ class Cell:
         self.room = anyio.Event()
         self._seqs: set[int] = set()
         self._waiting: dict[str, list[Delivery]] = {}
-        self._snapshot: Snapshot | None = None
-        self._memory: AgentMemory | None = None
-        self._actor: Actor | None = None
-        self._new = False
+        self.instance = Instance(port.journal, spec, actor_id)
         self._hinted = False
         self._window = RestartWindow(spec.supervision)
 
@@ -106,7 +103,7 @@ class Cell:
         self.mailbox.append(message)
         if self.state == "idle":
             self.state = "running"
-            self.port.started(self)
+            self.port.stage.started(self)
 
     def wait_for(self, message_id: str, delivery: Delivery) -> bool:
         """Let one more asker wait for a message; False if it is not here."""
@@ -116,31 +113,22 @@ class Cell:
         return True
 
     @property
-    def tokens(self) -> int:
-        """Length of the transcript, if the memory is loaded."""
-        return self._memory.tokens if self._memory else 0
-
-    @property
     def asleep(self) -> bool:
         """Nothing of the actor is in memory."""
-        return self.state == "idle" and self._snapshot is None and not self.mailbox
+        return self.state == "idle" and self.instance.snapshot is None and not self.mailbox
 
     async def dismiss(self, error: OffbookError) -> None:
-        """Tell those who wait for answers that none will come now; the messages stay in the journal."""
+        """Tell those who wait for answers that none will come, and drop their questions.
+
+        The turn that is being tried ends by itself: nobody waits for it any more.
+        """
         waiting, self._waiting = self._waiting, {}
+        for message in list(self.mailbox)[1:]:
+            if message.id in waiting:
+                self.port.journal.post("drop", partial(statements.drop, message=message))
         for deliveries in waiting.values():
             for delivery in deliveries:
                 await delivery.fail(error)
-
-    @property
-    def turns(self) -> int:
-        """Committed turns, if the actor is loaded."""
-        return self._snapshot.turns if self._snapshot else 0
-
-    @property
-    def memory(self) -> AgentMemory | None:
-        """The committed memory, if it is loaded."""
-        return self._memory
 
     def _leave(self, message: Inbound) -> None:
         """The message has been dealt with."""
@@ -169,26 +157,15 @@ class Cell:
                 await self._abandon()
             self.state = "stopped" if self.stopped else "idle"
             self.rested_at = time.monotonic()
-            self.port.rested(self)
+            self.port.stage.rested(self)
 
     async def passivate(self) -> None:
         """Leave memory; messages that arrive meanwhile wake the actor again. Run by the host."""
         try:
-            await self.retire()
-            self._snapshot = self._memory = None
+            await self.instance.retire()
+            self.instance.unload()
         finally:
             await self.run()
-
-    async def retire(self) -> None:
-        """Let the instance go."""
-        actor, self._actor = self._actor, None
-        if actor is None or type(actor).on_stop is Actor.on_stop:
-            return
-        object.__setattr__(actor, "_turn", None)
-        try:
-            await actor.on_stop()
-        except Exception as exc:
-            log.error("%s: on_stop failed: %s", self.id, exc, exc_info=exc)
 
     async def _wait_for_journal(self, message: Inbound, exc: JournalFailed) -> None:
         """Nothing can be written. That is not the message's fault: it stays, and only askers are told."""
@@ -197,7 +174,7 @@ class Cell:
             exc,
         )
         message.counted = message.tries > 0
-        await self.retire()
+        await self.instance.retire()
         for delivery in self._waiting.pop(message.id, []):
             await delivery.fail(exc)
         self.state = "retrying"
@@ -242,7 +219,9 @@ class Cell:
     async def _failed(self, message: Inbound, error: BaseException) -> bool:
         """Decide about a failed try; True to try again."""
         policy = self.spec.supervision
-        await self.retire()
+        await self.instance.retire()
+        if self.port.stopping and message.mode is not Mode.ASK:
+            await anyio.sleep_forever()  # not the message's fault; the host is about to end this task
         if isinstance(error, TurnLost):
             self._leave(message)
             return False
@@ -291,7 +270,7 @@ class Cell:
 
     async def _abandon(self) -> None:
         """Nothing more is handled: tell those who wait. The messages stay in the journal."""
-        await self.retire()
+        await self.instance.retire()
         error = ActorStopped(f"{self.id} was stopped: {self.stopped}", actor=self.id)
         while self.mailbox:
             await self._fail(self.mailbox[0], error)
@@ -311,7 +290,7 @@ class Cell:
     async def _try(self, message: Inbound) -> BaseException | None:
         """Run one turn; None if it committed (or the actor was stopped), else the error."""
         try:
-            await self._activate()
+            actor = await self.instance.activate()
         except NoSuchActor as exc:
             await self._bury(message, exc, exc.message)
             return None
@@ -322,9 +301,7 @@ class Cell:
             )
             await self._fail(message, exc)
             return None
-        actor = self._actor
-        assert actor is not None
-        self._hint(actor)
+        self._hint()
         calls = {}
         if message.tries > 1:
             calls = await self.port.journal.do("calls", lambda db: statements.get_calls(db, message))
@@ -334,26 +311,27 @@ class Cell:
             for delivery in self._waiting.get(message.id, ()):
                 await delivery.progress(body)
 
+        memory = self.instance.memory
         turn = Turn(
             self.port,
             message,
             random=turn_random(self.port.clock.seed, self.id, message.id),
-            memory=self._memory.copy() if self._memory is not None else None,
+            memory=memory.copy() if memory is not None else None,
             calls=calls,
             progress=progress,
         )
         object.__setattr__(actor, "_turn", turn)
-        result, error = await self._guarded(actor, turn)
+        result, error = await self._guarded(turn)
         object.__setattr__(actor, "_turn", None)
         if error is None:
             try:
                 with anyio.CancelScope(shield=True):  # what the journal takes, the asker is told
-                    await self._commit(actor, turn, result)
+                    await self._commit(turn, result)
             except Exception as exc:
                 error = exc
         return error
 
-    async def _guarded(self, actor: Actor, turn: Turn) -> tuple[Any, BaseException | None]:
+    async def _guarded(self, turn: Turn) -> tuple[Any, BaseException | None]:
         """Run the handler within its deadline, and only as long as someone waits."""
         message = turn.message
         result: Any = None
@@ -369,7 +347,7 @@ class Cell:
                     if message.id in self._waiting:
                         tasks.start_soon(self._watch, message, scope)
                     try:
-                        result = await self._dispatch(actor, turn)
+                        result = await self.instance.dispatch(turn)
                     except (Exception, SystemExit) as exc:
                         error = exc
                     finally:
@@ -383,6 +361,13 @@ class Cell:
             error = self._unwanted(message) or Cancelled(f"the turn of {self.id} was cancelled")
         return result, error
 
+    def _hint(self) -> None:
+        """Let the engine load an agent's memory while its handler gets going."""
+        hinted, self._hinted = self._hinted, True
+        memory = None if hinted else self.instance.reference()
+        if memory is not None:
+            self.port.prefetch(memory)
+
     async def _watch(self, message: Inbound, scope: anyio.CancelScope) -> None:
         """Cancel the turn once every asker has gone."""
         while True:
@@ -392,87 +377,12 @@ class Cell:
                 return
             await pending[0].cancelled.wait()
 
-    async def _activate(self) -> None:
-        """Bring the actor into memory."""
-        if self._actor is not None:
-            return
-        if self._snapshot is None:
-            self._snapshot = await self.port.journal.do("load", lambda db: statements.load(db, self.id))
-            if self._snapshot is None:
-                raise NoSuchActor(f"there is no {self.id}", actor=self.id)
-            if hasattr(self.spec.cls, "persona"):
-                self._memory = AgentMemory.load(self._snapshot.memory, self._snapshot.segments)
-        state = self.spec.schema.load(self._snapshot.state, self._snapshot.version, self.id)
-        self._actor = make(self.spec, self.id, self._snapshot.turns, state)
-        self._new = True
-
-    async def _dispatch(self, actor: Actor, turn: Turn) -> Any:
-        """Call what the message asks for."""
-        message = turn.message
-        if self._new:
-            self._add_missing_ticks(turn)
-            await actor.on_start()
-        if message.type == BORN:
-            return await actor.on_spawn()
-        if message.type == TICK and message.mode is Mode.TIMER:
-            name = msgspec.msgpack.decode(message.body, type=str)
-            if name not in self.spec.ticks:
-                turn.cancel(f"@{name}")  # the class has no such method any more
-                return None
-            return await getattr(actor, name)()
-        handler = self.spec.handlers.get(message.type)
-        if handler is None:
-            raise UnknownMessageType(unknown_type(self.spec, message.type), type=message.type)
-        return await getattr(actor, handler.name)(decode(message.body, handler.message, tag=message.type))
-
-    def _hint(self, actor: Actor) -> None:
-        """Let the engine load an agent's memory while its handler gets going."""
-        hinted, self._hinted = self._hinted, True
-        memory = self._memory
-        if hinted or memory is None or not memory.tokens:
-            return
-        self.port.prefetch(
-            MemoryRef(
-                agent=self.id,
-                salt=memory.record.salt,
-                system=getattr(actor, "persona", str)() or None,
-                transcript=memory.transcript,
-            )
-        )
-
-    def _add_missing_ticks(self, turn: Turn) -> None:
-        assert self._snapshot is not None
-        for name, period in self.spec.ticks.items():
-            if f"@{name}" not in self._snapshot.ticks:
-                timer = statements.tick_timer(self.id, name, period, turn.now())
-                turn.timers[timer.name] = timer
-
     # -- the commit ---------------------------------------------------------------------------------------
 
-    async def _commit(self, actor: Actor, turn: Turn, result: Any) -> None:
+    async def _commit(self, turn: Turn, result: Any) -> None:
         """Write the turn, then let its effects out."""
-        snapshot, message = self._snapshot, turn.message
-        assert snapshot is not None
-        raw, state = self.spec.schema.dump(self.spec.schema.capture(actor))
-        unchanged = raw == snapshot.state and snapshot.version == self.spec.schema.version
-        memory, growth = turn.memory.changes() if turn.memory is not None else (None, None)
-        record = TurnRecord(
-            actor=self.id,
-            kind=self.spec.kind,
-            message=message,
-            turn=snapshot.turns + 1,
-            version=self.spec.schema.version,
-            state=None if unchanged else raw,
-            memory=memory,
-            growth=growth,
-            reply=self._reply(message, result),
-            outbox=turn.outbox,
-            timers=list(turn.timers.values()),
-            cancelled=sorted(turn.cancelled),
-            subscribed=[topic for topic, wanted in turn.subscriptions.items() if wanted],
-            unsubscribed=[topic for topic, wanted in turn.subscriptions.items() if not wanted],
-            forks=turn.forks,
-        )
+        message = turn.message
+        record, snapshot, state = self.instance.record(turn, result)
         clock_now = self.port.clock.now()
         upcoming = self._upcoming()
         outgoing, born = await self.port.journal.do(
@@ -481,22 +391,7 @@ class Cell:
         if upcoming is not None:
             upcoming.tries += 1
             upcoming.counted = True
-        self._snapshot = Snapshot(
-            self.id,
-            self.spec.kind,
-            self.spec.schema.version,
-            raw,
-            record.turn,
-            None,
-            (),
-            snapshot.ticks | {f"@{name}" for name in self.spec.ticks},
-        )
-        if turn.memory is not None:
-            self._memory = turn.memory.copy()
-        self._new = False
-        # The next turn sees what a restart would see.
-        self.spec.schema.install(actor, state)
-        object.__setattr__(actor, "_turns", record.turn)
+        self.instance.committed(turn, snapshot, state)
         waiting = self._waiting.get(message.id, [])
         self._leave(message)
         self.port.committed(record, outgoing, born)
@@ -511,20 +406,3 @@ class Cell:
             return None
         following = self.mailbox[1]
         return following if not following.counted and not following.tries else None
-
-    def _reply(self, message: Inbound, result: Any) -> bytes | None:
-        """The encoded answer, checked against the type that the request declares."""
-        if message.mode is not Mode.ASK:
-            return None
-        body = encode(result)
-        check_size(len(body))
-        handler = self.spec.handlers[message.type]
-        if handler.reply is not Any:
-            try:
-                decode(body, handler.reply)
-            except BadMessage as exc:
-                raise TypeError(
-                    f"{self.spec.cls.__name__}.{handler.name} must answer with {handler.reply}, "
-                    f"not {type(result).__name__}: {exc.message}"
-                ) from exc
-        return body

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter, OrderedDict, deque
+from collections import deque
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import datetime
@@ -25,8 +25,6 @@ from offbook.bus.address import parse_address
 from offbook.bus.client import Bus, connect
 from offbook.bus.errors import (
     ActorStopped,
-    ConnectionLost,
-    CycleError,
     InvalidRequest,
     NoSuchActor,
     OffbookError,
@@ -35,7 +33,6 @@ from offbook.bus.errors import (
 from . import statements
 from .actor import Actor, ActorSpec, spec_of
 from .agent import Agent
-from .cell import Cell
 from .clock import Clock, Seconds, VirtualClock, WallClock, seconds
 from .control import HostStatus, ListActors
 from .engine import PATIENCE, Engine
@@ -44,11 +41,14 @@ from .introspect import host_info, page_of
 from .journal import Journal
 from .listening import Listener
 from .lm import Forget, MemoryRef, Prefetch
-from .message import Request, T, decode, derive_id, encode, reply_type
+from .message import Request, T, decode, encode, reply_type
+from .once import Once
 from .outbox import Outbox
+from .questions import Questions
 from .quiet import Quiet
 from .records import Birth, DeadLetter, Inbound, Outgoing, TurnRecord
 from .speech import new_memory
+from .stage import Stage
 from .supervision import Failure
 from .timers import Timers
 
@@ -116,14 +116,10 @@ class Host:
         self._path = journal_path
         self._given = journal
         self._endpoint = endpoint or name
-        self._max_active = max_active
-        self._passivate_after = passivate_after
         self._patience = engine_patience
         self._kinds: dict[str, ActorSpec] = {}
         self._births: dict[str, Birth | None] = {}
-        self._cells: dict[str, Cell] = {}
-        self._resting: OrderedDict[str, Cell] = OrderedDict()
-        self._waits: dict[str, Counter[str]] = {}
+        self.stage = Stage(self, self.quiet, max_resting=max_active, rest=passivate_after)
         self._registering = anyio.Lock()
         self._stack = AsyncExitStack()
         self.stopping = False
@@ -150,6 +146,7 @@ class Host:
             connect(self._endpoint, name=f"host.{self.name}")
         )
         self.engine = Engine(self.bus, patience=self._patience)
+        self.questions = Questions(self.bus)
         self._outbox = Outbox(
             self.bus,
             self.journal,
@@ -162,15 +159,14 @@ class Host:
         self._timers = Timers(self.journal, self.clock, self.quiet, self.deliver)
         self._stack.push_async_callback(self._retire_all)
         self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
+        self.stage.start(self._tasks)
         await self._timers.restore()
-        before = time.time() - KEEP_DONE
-        self.journal.post("prune", lambda db: statements.prune_done(db, before))
         await self.bus.serve(f"host/{self.name}")
         self._tasks.start_soon(self._serve)
         self._tasks.start_soon(self._ingress.run)
         await self._outbox.start(self._tasks)
         await self._listener.start(self._tasks)
-        self._tasks.start_soon(self._tidy)
+        self._tasks.start_soon(self._prune)
         if not self.clock.virtual:
             self._tasks.start_soon(self._timers.run)
 
@@ -179,7 +175,7 @@ class Host:
         self.stopping = True
         stopped = ActorStopped(f"the host {self.name} stops")
         with anyio.CancelScope(shield=True):
-            for cell in self.cells():
+            for cell in self.stage:
                 await cell.dismiss(stopped)
 
     async def __aexit__(
@@ -197,8 +193,8 @@ class Host:
     async def _retire_all(self) -> None:
         """Let the actors in memory close what they hold."""
         with anyio.CancelScope(shield=True), anyio.move_on_after(_GOODBYE):
-            for cell in self.cells():
-                await cell.retire()
+            for cell in self.stage:
+                await cell.instance.retire()
 
     async def register(self, *classes: type[Actor]) -> None:
         """Make every key of these classes reachable, and go on with what their actors had left to do.
@@ -232,6 +228,13 @@ class Host:
                 except BaseException:
                     del self._kinds[spec.kind]
                     raise
+
+    async def _prune(self) -> None:
+        """Forget the ids of messages that were handled long ago."""
+        while True:
+            before = time.time() - KEEP_DONE
+            self.journal.post("prune", partial(statements.prune_done, before=before))
+            await anyio.sleep(3600)
 
     async def _recover(self, spec: ActorSpec) -> None:
         """Put what an earlier run had accepted back into the mailboxes."""
@@ -294,23 +297,23 @@ class Host:
             once: a name for this send: however often the script runs, it happens once.
         """
         with self.quiet.held():
-            if await self._seen("tell", once) is None:
-                await self.bus.tell(to, message, id=self._once_id("tell", once), timeout=timeout)
-                await self._remember("tell", once, None)
+            act = Once(self.journal, "tell", once)
+            if await act.seen() is None:
+                await self.bus.tell(to, message, id=act.id, timeout=timeout)
+                await act.note()
 
     async def ask(self, to: str, request: Request[T], *, once: str | None = None, timeout: float = 60.0) -> T:
         """Ask an actor from outside; ``once`` as in :meth:`tell` (the first answer is kept)."""
         returns = reply_type(type(request))
         with self.quiet.held():
-            seen = await self._seen("ask", once)
+            act = Once(self.journal, "ask", once)
+            seen = await act.seen()
             if seen is not None:
                 kept: T = decode(seen[0] or b"\xc0", returns)
                 return kept
             wanted = None if returns is Any else returns
-            reply: T = await self.bus.ask(
-                to, request, id=self._once_id("ask", once), timeout=timeout, returns=wanted
-            )
-            await self._remember("ask", once, encode(reply))
+            reply: T = await self.bus.ask(to, request, id=act.id, timeout=timeout, returns=wanted)
+            await act.note(encode(reply))
             return reply
 
     def stream(
@@ -324,12 +327,13 @@ class Host:
     ) -> int:
         """Publish from outside; returns the sequence number. ``once`` as in :meth:`tell`."""
         with self.quiet.held():
-            seen = await self._seen("publish", once)
+            act = Once(self.journal, "publish", once)
+            seen = await act.seen()
             if seen is not None:
                 return int(decode(seen[0] or b"\x00", int))
-            seq = await self.bus.publish(topic, message, id=self._once_id("publish", once))
+            seq = await self.bus.publish(topic, message, id=act.id)
             self._listener.expect(topic, seq)
-            await self._remember("publish", once, encode(seq))
+            await act.note(encode(seq))
             return seq
 
     async def idle(self) -> None:
@@ -382,11 +386,10 @@ class Host:
         spec = self.spec(parse_address(actor).kind)
         if spec is None:
             raise NoSuchActor(f"no actor of the kind of {actor} here", actor=actor)
-        cell = self._cells.get(actor)
+        cell = self.stage.find(actor)
         if cell is not None and not cell.stopped:
             return
-        self._cells.pop(actor, None)
-        self._resting.pop(actor, None)
+        self.stage.drop(actor)
         with self.quiet.held():
             self.deliver(await self.journal.do("mailbox", lambda db: statements.mailbox(db, actor)))
 
@@ -397,20 +400,6 @@ class Host:
     async def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
         """The most recent dead letters, newest first."""
         return await self.journal.do("dead", lambda db: statements.dead_letters(db, limit))
-
-    # -- once -----------------------------------------------------------------------------------------------
-
-    def _once_id(self, verb: str, once: str | None) -> str | None:
-        return None if once is None else derive_id("once", verb, once)
-
-    async def _seen(self, verb: str, once: str | None) -> tuple[bytes | None] | None:
-        if once is None:
-            return None
-        return await self.journal.do("once", lambda db: statements.get_once(db, f"{verb}:{once}"))
-
-    async def _remember(self, verb: str, once: str | None, value: bytes | None) -> None:
-        if once is not None:
-            await self.journal.do("once", lambda db: statements.put_once(db, f"{verb}:{once}", value))
 
     # -- the port of cells, turns, ingress and listener -----------------------------------------------------
 
@@ -426,62 +415,12 @@ class Host:
         """How an actor begins that was never spawned; None if it cannot."""
         return self._births.get(spec.kind)
 
-    def find(self, actor: str) -> Cell | None:
-        """The cell of an actor that is in memory."""
-        return self._cells.get(actor)
-
-    def cells(self) -> list[Cell]:
-        """All actors in memory."""
-        return list(self._cells.values())
-
-    def cell(self, actor: str, spec: ActorSpec) -> Cell:
-        """The cell of an actor; there is one, however many messages come at once."""
-        cell = self._cells.get(actor)
-        if cell is None:
-            cell = self._cells[actor] = Cell(self, spec, actor)
-        return cell
-
     def deliver(self, messages: list[Inbound]) -> None:
         """Put stored messages into mailboxes; those of kinds not registered yet wait in the journal."""
         for message in messages:
             spec = self._kinds.get(message.actor.partition("/")[0])
             if spec is not None:
-                self.cell(message.actor, spec).put(message)
-
-    def started(self, cell: Cell) -> None:
-        """A cell has something to do."""
-        self._resting.pop(cell.id, None)
-        self.quiet.take()
-        self._tasks.start_soon(cell.run)
-
-    def rested(self, cell: Cell) -> None:
-        """A cell has nothing to do."""
-        if cell.asleep:
-            if self._cells.get(cell.id) is cell:
-                del self._cells[cell.id]
-        elif not cell.stopped and not self.stopping:
-            self._resting[cell.id] = cell
-            self._resting.move_to_end(cell.id)
-            while len(self._resting) > self._max_active:
-                self._passivate(next(iter(self._resting)))
-        self.quiet.give()
-
-    def _passivate(self, actor: str) -> None:
-        cell = self._resting.pop(actor)
-        cell.state = "running"
-        self.quiet.take()
-        self._tasks.start_soon(cell.passivate)
-
-    async def _tidy(self) -> None:
-        """Let actors leave memory that have been idle for long."""
-        while True:
-            await anyio.sleep(self._passivate_after / 4)
-            before = time.monotonic() - self._passivate_after
-            while self._resting:
-                actor, cell = next(iter(self._resting.items()))
-                if cell.rested_at > before:
-                    break
-                self._passivate(actor)
+                self.stage.cell(spec, message.actor).put(message)
 
     def committed(self, record: TurnRecord, outgoing: list[Outgoing], born: list[Inbound]) -> None:
         """A turn is in the journal: let its effects out."""
@@ -512,7 +451,7 @@ class Host:
     async def room_for(self, actor: str) -> None:
         """Wait for room in a mailbox."""
         while True:
-            cell = self._cells.get(actor)
+            cell = self.stage.find(actor)
             if cell is None or cell.stopped or len(cell.mailbox) < self.mailbox_limit:
                 return
             await cell.room.wait()
@@ -536,67 +475,6 @@ class Host:
 
     def _published(self, topic: str, seq: int) -> None:
         self._listener.expect(topic, seq)
-
-    async def ask_between(
-        self,
-        to: str,
-        type: str,
-        body: bytes,
-        *,
-        id: str,
-        sender: str,
-        chain: tuple[str, ...],
-        deadline: float,
-        patient: bool,
-        returns: Any,
-    ) -> Any:
-        """A question of one actor to another. Refuses one that would close a circle of waiting actors.
-
-        ``patient``: the turn goes on after a restart, so the asked kind may be about to be registered.
-        """
-        path = self._path_between(to, sender)
-        if path:
-            circle = [sender, *path]
-            raise CycleError(f"these actors would wait for each other: {' -> '.join(circle)}", chain=circle)
-        waits = self._waits.setdefault(sender, Counter())
-        waits[to] += 1
-        try:
-            while True:
-                try:
-                    return await self.bus.ask(
-                        to, body, type=type, id=id, sender=sender, chain=chain, deadline=deadline,
-                        timeout=max(deadline - time.time(), 0.001),
-                        returns=None if returns is Any else returns,
-                    )  # fmt: skip
-                except (ConnectionLost, NoSuchActor) as exc:
-                    gone = isinstance(exc, NoSuchActor) and (not patient or "host" in exc.details)
-                    if gone or time.time() >= deadline:
-                        raise
-                    await anyio.sleep(0.05)  # the receiver knows the id
-        finally:
-            waits[to] -= 1
-            if not waits[to]:
-                del waits[to]
-            if not waits:
-                self._waits.pop(sender, None)
-
-    def _path_between(self, start: str, goal: str) -> list[str]:
-        """A path from one actor to another along who waits for whom; empty if there is none."""
-        trail: dict[str, str] = {start: ""}
-        front = [start]
-        while front:
-            here = front.pop()
-            if here == goal:
-                path = []
-                while here:
-                    path.append(here)
-                    here = trail[here]
-                return path[::-1]
-            for there in self._waits.get(here, ()):
-                if there not in trail:
-                    trail[there] = here
-                    front.append(there)
-        return []
 
     def prefetch(self, memory: MemoryRef) -> None:
         """Tell the engine that an agent will speak soon."""

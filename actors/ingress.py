@@ -27,11 +27,11 @@ from offbook.bus.errors import (
 
 from . import statements
 from .actor import ActorSpec, unknown_type
-from .cell import Cell
 from .journal import Journal
 from .message import decode, names
 from .quiet import Quiet
 from .records import Accepted, Birth, Inbound, Mode
+from .stage import Stage
 
 if TYPE_CHECKING:
     from offbook.bus.delivery import Delivery
@@ -45,6 +45,7 @@ class IngressPort(Protocol):
 
     name: str
     stopping: bool
+    stage: Stage
     journal: Journal
     mailbox_limit: int
 
@@ -53,10 +54,6 @@ class IngressPort(Protocol):
     def kinds(self) -> list[str]: ...
 
     def birth(self, spec: ActorSpec) -> Birth | None: ...
-
-    def find(self, actor: str) -> Cell | None: ...
-
-    def cell(self, actor: str, spec: ActorSpec) -> Cell: ...
 
     def control(self, delivery: Delivery) -> bool: ...
 
@@ -116,7 +113,7 @@ class Ingress:
         if handler is None:
             raise UnknownMessageType(unknown_type(spec, envelope.type), type=envelope.type)
         decode(delivery.body, handler.message, tag=envelope.type)
-        cell = self._port.find(envelope.to)
+        cell = self._port.stage.find(envelope.to)
         if cell is not None and cell.stopped:
             raise ActorStopped(f"{envelope.to} was stopped: {cell.stopped}", actor=envelope.to)
         depth = self._depth(envelope.to)
@@ -129,7 +126,7 @@ class Ingress:
         return spec
 
     def _depth(self, actor: str) -> int:
-        cell = self._port.find(actor)
+        cell = self._port.stage.find(actor)
         return (len(cell.mailbox) if cell else 0) + self._on_the_way[actor]
 
     def _store(self, delivery: Delivery, message: Inbound, spec: ActorSpec) -> None:
@@ -168,7 +165,7 @@ class Ingress:
         for _ in range(_ATTACH_TRIES):
             if accepted.status != "pending" or not ask:
                 break
-            if self._port.cell(message.actor, spec).wait_for(message.id, delivery):
+            if self._port.stage.cell(spec, message.actor).wait_for(message.id, delivery):
                 return
             # The turn that handled the first copy has just ended.
             again = partial(statements.accept, message=message, birth=self._port.birth(spec), now=time.time())
@@ -183,7 +180,7 @@ class Ingress:
                 )
             )
             return
-        cell = self._port.cell(message.actor, spec)
+        cell = self._port.stage.cell(spec, message.actor)
         for stored in accepted.messages:
             cell.put(stored, delivery if stored.id == message.id and ask else None)
         if cell.stopped and accepted.status == "new" and ask:

@@ -36,7 +36,7 @@ async def page_of(host: Host, request: ListActors) -> ActorPage:
     infos = []
     for id_, turns, memory, mailbox in rows[:limit]:
         record = unpack(memory)
-        cell = host.find(id_)
+        cell = host.stage.find(id_)
         infos.append(
             ActorInfo(
                 id=id_,
@@ -63,7 +63,7 @@ async def host_info(host: Host) -> HostInfo:
         kinds=tuple(host.kinds()),
         now=host.clock.now(),
         actors=actors,
-        active=len(host.cells()),
+        active=len(host.stage),
         busy=host.quiet.holds,
         turns=host.turns,
         failed=host.failed_count,

@@ -16,7 +16,7 @@ import anyio.abc
 
 from offbook.bus.errors import BadMessage, ConnectionLost
 
-from . import statements
+from . import topic_statements
 from .journal import Journal, JournalFailed
 from .quiet import Quiet
 from .records import Inbound, Mode
@@ -64,7 +64,7 @@ class Listener:
     async def start(self, tasks: anyio.abc.TaskGroup) -> None:
         """Follow the topics that actors subscribed to in earlier runs."""
         self._tasks = tasks
-        for topic in await self._journal.do("topics", statements.subscribed_topics):
+        for topic in await self._journal.do("topics", topic_statements.subscribed_topics):
             await self.ensure(topic)
 
     async def ensure(self, topic: str) -> None:
@@ -95,11 +95,13 @@ class Listener:
             delay = min(delay * 2, 2.0)
 
     async def _read(self, topic: str, active: anyio.Event) -> None:
-        after = await self._journal.do("cursor", lambda db: statements.cursor(db, topic))
+        after = await self._journal.do("cursor", lambda db: topic_statements.cursor(db, topic))
         async with self._bus.subscribe(topic, after=after) as events:
             if after is None:
                 after = events.position
-                await self._journal.do("set-cursor", lambda db: statements.set_cursor(db, topic, after or 0))
+                await self._journal.do(
+                    "set-cursor", lambda db: topic_statements.set_cursor(db, topic, after or 0)
+                )
             self._position[topic] = after
             active.set()
             async for event in events:
@@ -133,16 +135,18 @@ class Listener:
             log.error("topic %s, event %d from %s: %s", topic, event.seq, event.sender or "outside", exc)
             await self._journal.do(
                 "bury-event",
-                lambda db: statements.bury_event(
+                lambda db: topic_statements.bury_event(
                     db, topic, event.seq, event.id, pattern, reason, time.time()
                 ),
             )
             return
-        for actor in await self._journal.do("subscribers", lambda db: statements.subscribers(db, topic)):
+        for actor in await self._journal.do(
+            "subscribers", lambda db: topic_statements.subscribers(db, topic)
+        ):
             if actor.partition("/")[0] not in deaf:
                 await self._mailboxes.room_for(actor)
         stored = await self._journal.do(
             "event",
-            lambda db: statements.deliver_event(db, topic, event.seq, pattern, deaf, time.time()),
+            lambda db: topic_statements.deliver_event(db, topic, event.seq, pattern, deaf, time.time()),
         )
         self._mailboxes.deliver(stored)

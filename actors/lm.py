@@ -184,7 +184,13 @@ class AgentStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Counters since the engine started, sizes in bytes."""
+    """Counters since the engine started, sizes in bytes.
+
+    Attributes:
+        decisions: the supervisor's latest decisions in words (who was evicted for what).
+        waiting: per agent whose turn waits, what it waits for.
+        degraded: why memory is not kept on disk, or empty.
+    """
 
     model: str
     fingerprint: str
@@ -200,6 +206,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     context_limit: int
     agents: tuple[AgentStats, ...] = ()
     counters: dict[str, float] = {}
+    decisions: tuple[str, ...] = ()
+    waiting: dict[str, str] = {}
+    degraded: str = ""
 
 
 class SetMemory(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -6,13 +6,7 @@ leaves committing to the journal, so a function is atomic however many rows it w
 
 from __future__ import annotations
 
-import math
-import sqlite3
-from collections.abc import Collection, Iterable
-from random import Random
-from typing import Any
-
-import msgspec
+from collections.abc import Iterable
 
 from .message import derive_id
 from .records import (
@@ -24,60 +18,24 @@ from .records import (
     Mode,
     Outgoing,
     Snapshot,
-    Timer,
     TurnRecord,
 )
-
-DB = sqlite3.Connection
-
-_INBOX = "seq, id, actor, type, body, mode, sender, deadline, chain, traceparent, tries"
-TICK_TYPE = "offbook.tick"
-BORN_TYPE = "offbook.born"
+from .rows import (
+    BORN_TYPE,
+    DB,
+    INBOX,
+    inbound,
+    insert_dead,
+    insert_inbox,
+    insert_outbox,
+    set_timer,
+    subscribe,
+    tick_timer,
+)
 
 
 class TurnLost(Exception):
     """The message of this turn is not in the inbox any more: it was cancelled, or handled already."""
-
-
-def _inbound(row: Any) -> Inbound:
-    seq, id_, actor, type_, body, mode, sender, deadline, chain, trace, tries = row
-    return Inbound(
-        id=id_,
-        actor=actor,
-        type=type_,
-        body=body,
-        mode=Mode(mode),
-        sender=sender,
-        deadline=deadline,
-        chain=tuple(msgspec.json.decode(chain, type=list[str])),
-        traceparent=trace,
-        tries=tries,
-        seq=seq,
-        recovered=True,
-    )
-
-
-def _insert_inbox(db: DB, message: Inbound, now: float) -> Inbound:
-    cursor = db.execute(
-        "INSERT INTO inbox (id, actor, type, body, mode, sender, deadline, chain, traceparent, tries, at) "
-        "VALUES (?,?,?,?,?,?,?,?,?,?,?)",
-        (
-            message.id,
-            message.actor,
-            message.type,
-            message.body,
-            int(message.mode),
-            message.sender,
-            message.deadline,
-            msgspec.json.encode(message.chain).decode(),
-            message.traceparent,
-            message.tries,
-            now,
-        ),
-    )
-    message.seq = int(cursor.lastrowid or 0)
-    message.counted = message.tries > 0
-    return message
 
 
 # -- actors ---------------------------------------------------------------------------------------------
@@ -100,7 +58,7 @@ def create(db: DB, actor: str, birth: Birth, now: float) -> list[Inbound]:
     if not birth.first_turn:
         return []
     born = Inbound(id=derive_id("born", actor), actor=actor, type=BORN_TYPE, body=b"\xc0", mode=Mode.BIRTH)
-    return [_insert_inbox(db, born, now)]
+    return [insert_inbox(db, born, now)]
 
 
 def spawn(db: DB, actor: str, birth: Birth, now: float) -> list[Inbound] | None:
@@ -163,7 +121,7 @@ def accept(db: DB, message: Inbound, birth: Birth | None, now: float) -> Accepte
         if birth is None:
             return Accepted("absent")
         stored = create(db, message.actor, birth, now)
-    return Accepted("new", messages=(*stored, _insert_inbox(db, message, now)))
+    return Accepted("new", messages=(*stored, insert_inbox(db, message, now)))
 
 
 def begin_try(db: DB, message: Inbound, tries: int) -> None:
@@ -182,17 +140,8 @@ def bury(db: DB, message: Inbound, reason: str, now: float) -> None:
     drop(db, message)
     if message.mode is Mode.TELL:
         _mark_done(db, message, None, now)
-    _insert_dead(
+    insert_dead(
         db, message.id, message.actor, message.type, message.body, message.sender, reason, message.tries, now
-    )
-
-
-def _insert_dead(
-    db: DB, id_: str, actor: str, type_: str, body: bytes, sender: str, reason: str, tries: int, now: float
-) -> None:
-    db.execute(
-        "INSERT INTO dead (id, actor, type, body, sender, reason, tries, at) VALUES (?,?,?,?,?,?,?,?)",
-        (id_, actor, type_, body, sender, reason, tries, now),
     )
 
 
@@ -217,8 +166,8 @@ def pending_actors(db: DB, kind: str) -> list[str]:
 
 
 def mailbox(db: DB, actor: str) -> list[Inbound]:
-    rows = db.execute(f"SELECT {_INBOX} FROM inbox WHERE actor=? ORDER BY seq", (actor,))
-    return [_inbound(row) for row in rows]
+    rows = db.execute(f"SELECT {INBOX} FROM inbox WHERE actor=? ORDER BY seq", (actor,))
+    return [inbound(row) for row in rows]
 
 
 def _mark_done(db: DB, message: Inbound, reply: bytes | None, now: float) -> None:
@@ -274,7 +223,7 @@ def commit(
         born += create(db, fork.actor, fork.birth, clock_now)
         if fork.transcript:
             db.execute("INSERT INTO transcript VALUES (?,0,0,?)", (fork.actor, fork.transcript))
-    return [_insert_outbox(db, row) for row in record.outbox], born
+    return [insert_outbox(db, row) for row in record.outbox], born
 
 
 def put_call(db: DB, message: Inbound, number: int, digest: bytes, result: bytes) -> None:
@@ -299,23 +248,6 @@ def _end_calls(db: DB, message: Inbound) -> None:
 # -- outbox ---------------------------------------------------------------------------------------------
 
 
-def _insert_outbox(db: DB, row: Outgoing) -> Outgoing:
-    cursor = db.execute(
-        "INSERT INTO outbox (id, sender, target, type, body, topic, traceparent) VALUES (?,?,?,?,?,?,?)",
-        (row.id, row.sender, row.target, row.type, row.body, int(row.topic), row.traceparent),
-    )
-    return Outgoing(
-        row.id,
-        row.sender,
-        row.target,
-        row.type,
-        row.body,
-        row.topic,
-        row.traceparent,
-        int(cursor.lastrowid or 0),
-    )
-
-
 def load_outbox(db: DB) -> list[Outgoing]:
     rows = db.execute(
         "SELECT id, sender, target, type, body, topic, traceparent, seq FROM outbox ORDER BY seq"
@@ -332,143 +264,7 @@ def bury_outgoing(db: DB, row: Outgoing, reason: str, tries: int, now: float) ->
     """A message that no receiver takes."""
     db.execute("DELETE FROM outbox WHERE seq=?", (row.seq,))
     target = f"topic {row.target}" if row.topic else row.target
-    _insert_dead(db, row.id, target, row.type, row.body, row.sender, reason, tries, now)
-
-
-# -- timers ---------------------------------------------------------------------------------------------
-
-
-def tick_timer(actor: str, name: str, period: float, now: float) -> Timer:
-    return Timer(actor, f"@{name}", now + period, period, TICK_TYPE, msgspec.msgpack.encode(name))
-
-
-def set_timer(db: DB, timer: Timer) -> None:
-    db.execute(
-        "INSERT OR REPLACE INTO timers VALUES (?,?,?,?,?,?)",
-        (timer.actor, timer.name, timer.due, timer.period, timer.type, timer.body),
-    )
-
-
-def next_due(db: DB) -> float | None:
-    """When the earliest timer is due."""
-    (due,) = db.execute("SELECT MIN(due) FROM timers").fetchone()
-    return None if due is None else float(due)
-
-
-def fire(db: DB, now: float, seed: int, limit: int = 256) -> tuple[list[Inbound], float | None]:
-    """Turn due timers into messages, each once, and say when the next one is due.
-
-    A periodic timer moves to its next time after ``now``: missed periods are one message. It is skipped
-    while its last message still waits.
-    """
-    rows = db.execute(
-        "SELECT actor, name, due, period, type, body FROM timers WHERE due<=? "
-        "ORDER BY due, actor, name LIMIT ?",
-        (now, limit),
-    ).fetchall()
-    # Timers of one instant fire in an order that the seed fixes, not the alphabet.
-    order = Random(seed)
-    rows = [row for _, _, row in sorted((row[2], order.random(), row) for row in rows)]
-    fired = []
-    for actor, name, due, period, type_, body in rows:
-        if period > 0:
-            after = due + period * max(1, math.floor((now - due) / period) + 1)
-            db.execute(
-                "UPDATE timers SET due=? WHERE actor=? AND name=?",
-                (after if after > now else now + period, actor, name),
-            )
-            waiting = db.execute(
-                "SELECT 1 FROM inbox WHERE actor=? AND type=? AND body=? AND mode=?",
-                (actor, type_, body, int(Mode.TIMER)),
-            ).fetchone()
-            if waiting:
-                continue
-        else:
-            db.execute("DELETE FROM timers WHERE actor=? AND name=?", (actor, name))
-        id_ = derive_id("timer", actor, name, repr(due))
-        if db.execute("SELECT 1 FROM inbox WHERE actor=? AND id=?", (actor, id_)).fetchone():
-            continue
-        fired.append(
-            _insert_inbox(db, Inbound(id=id_, actor=actor, type=type_, body=body, mode=Mode.TIMER), now)
-        )
-    return fired, next_due(db)
-
-
-def pull_timers(db: DB, now: float) -> int:
-    """After the wall clock was set back: no periodic timer waits longer than its period. Returns how many."""
-    return db.execute("UPDATE timers SET due=?+period WHERE period>0 AND due>?+period", (now, now)).rowcount
-
-
-# -- topics: what this host has delivered --------------------------------------------------------------
-
-
-def subscribe(db: DB, topic: str, actor: str) -> None:
-    """From the next event that this host delivers."""
-    db.execute(
-        "INSERT OR IGNORE INTO subscriptions "
-        "VALUES (?,?,COALESCE((SELECT seq FROM cursors WHERE topic=?),0))",
-        (topic, actor, topic),
-    )
-
-
-def cursor(db: DB, topic: str) -> int | None:
-    row = db.execute("SELECT seq FROM cursors WHERE topic=?", (topic,)).fetchone()
-    return None if row is None else int(row[0])
-
-
-def set_cursor(db: DB, topic: str, seq: int) -> None:
-    db.execute(
-        "INSERT INTO cursors VALUES (?,?) ON CONFLICT (topic) DO UPDATE SET seq=MAX(seq, excluded.seq)",
-        (topic, seq),
-    )
-
-
-def subscribed_topics(db: DB) -> list[str]:
-    return [topic for (topic,) in db.execute("SELECT DISTINCT topic FROM subscriptions")]
-
-
-def subscribers(db: DB, topic: str) -> list[str]:
-    return [actor for (actor,) in db.execute("SELECT actor FROM subscriptions WHERE topic=?", (topic,))]
-
-
-def deliver_event(
-    db: DB, topic: str, seq: int, event: Inbound, deaf: Collection[str], now: float
-) -> list[Inbound]:
-    """Put one event into the mailboxes of its subscribers and move the cursor, in one piece.
-
-    ``event`` is the pattern of the messages; ``deaf`` are kinds that do not take its type. Its sender does
-    not hear it.
-    """
-    have = cursor(db, topic)
-    if have is not None and seq <= have:
-        return []
-    set_cursor(db, topic, seq)
-    delivered = []
-    rows = db.execute(
-        "SELECT actor FROM subscriptions WHERE topic=? AND after<? ORDER BY actor", (topic, seq)
-    )
-    for (actor,) in rows.fetchall():
-        if actor == event.sender or actor.partition("/")[0] in deaf:
-            continue
-        message = Inbound(
-            id=derive_id("event", topic, seq, actor),
-            actor=actor,
-            type=event.type,
-            body=event.body,
-            mode=Mode.TOPIC,
-            sender=event.sender,
-            traceparent=event.traceparent,
-        )
-        delivered.append(_insert_inbox(db, message, now))
-    return delivered
-
-
-def bury_event(db: DB, topic: str, seq: int, id_: str, event: Inbound, reason: str, now: float) -> None:
-    """An event whose body does not decode: a dead letter, and the cursor goes on."""
-    have = cursor(db, topic)
-    if have is None or seq > have:
-        set_cursor(db, topic, seq)
-        _insert_dead(db, id_, f"topic {topic}", event.type, event.body, event.sender, reason, 1, now)
+    insert_dead(db, row.id, target, row.type, row.body, row.sender, reason, tries, now)
 
 
 # -- odds -----------------------------------------------------------------------------------------------

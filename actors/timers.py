@@ -17,7 +17,7 @@ from functools import partial
 import anyio
 import msgspec
 
-from . import statements
+from . import statements, timer_statements
 from .clock import Clock, VirtualClock
 from .journal import RETRY_AFTER, Journal, JournalFailed
 from .quiet import Quiet
@@ -118,12 +118,12 @@ class Timers:
 
     async def _pull(self) -> None:
         now = self._clock.now()
-        await self._journal.do("pull", lambda db: statements.pull_timers(db, now))
+        await self._journal.do("pull", lambda db: timer_statements.pull_timers(db, now))
 
 
 def _fire(
     db: sqlite3.Connection, *, now: float, seed: int, kept: bytes
 ) -> tuple[list[Inbound], float | None]:
-    fired = statements.fire(db, now, seed)
+    fired = timer_statements.fire(db, now, seed)
     statements.put_meta(db, _CLOCK_KEY, kept)
     return fired

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .journal import Journal
     from .memory import AgentMemory
+    from .questions import Questions
 
 MAX_UNSENT = 10_000
 """Messages of one actor that may be on their way: what it sent and no receiver has stored yet."""
@@ -45,20 +46,7 @@ class TurnPort(Protocol):
     clock: Clock
     journal: Journal
     engine: Engine
-
-    async def ask_between(
-        self,
-        to: str,
-        type: str,
-        body: bytes,
-        *,
-        id: str,
-        sender: str,
-        chain: tuple[str, ...],
-        deadline: float,
-        patient: bool,
-        returns: Any,
-    ) -> Any: ...
+    questions: Questions
 
     async def ensure_topic(self, topic: str) -> None: ...
 
@@ -202,7 +190,7 @@ class Turn:
         type_ = tag_of(request)
         self._asks += 1
         id_ = derive_id("ask", self.actor, self.message.id, self._asks, to, type_, _digest(body).hex())
-        return await self.port.ask_between(
+        return await self.port.questions.ask(
             to,
             type_,
             body,

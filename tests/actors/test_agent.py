@@ -116,7 +116,8 @@ class Poet(Agent):
 
     @on
     async def options(self, ask: Options) -> str:
-        return (await self.say("x", **ask.options)).text
+        text: str = (await self.say("x", **ask.options)).text
+        return text
 
 
 async def test_the_transcript_grows_by_what_was_read_and_said(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ async def test_bad_questions_are_refused_before_any_work(
         with pytest.raises(error, match=words):
             await host.bus.ask(to, body)
         assert host.turns == 0
-        assert not host.cells()
+        assert not len(host.stage)
 
 
 @pytest.mark.parametrize("key", ["user@example.com", "../x", "a/b", "ключ", "x y", "k" * 500])
@@ -288,12 +288,38 @@ async def test_stopping_answers_a_question_in_flight(tmp_path: Path) -> None:
             tasks.start_soon(ask, "Wait")
             await Counter.entered.wait()
             tasks.start_soon(ask, "Add")
-            while len(host.cells()[0].mailbox) < 2:
+            while len(next(iter(host.stage)).mailbox) < 2:
                 await anyio.lowlevel.checkpoint()
             await host.stop()
             while len(errors) < 2:
                 await anyio.lowlevel.checkpoint()
     assert [type(error) for error in errors] == [ActorStopped, ActorStopped]
+
+
+async def test_stopping_is_no_failure_of_the_turns_it_ends(tmp_path: Path) -> None:
+    class Start(Message):
+        pass
+
+    class Asker(Actor):
+        got: str = ""
+
+        @on
+        async def start(self, msg: Start) -> None:
+            self.got = await self.ask("counter/a", Wait())
+
+    fresh()
+    async with team(tmp_path, engine=False) as (host, _):
+        await host.register(Asker, Counter)
+        await host.tell("asker/a", Start())
+        await Counter.entered.wait()
+    assert not host.failures
+    Counter.gate.set()
+    async with team(tmp_path, engine=False) as (host, _):
+        await host.register(Asker, Counter)
+        await host.idle()
+        assert (await stored_state(host, "asker/a"))["got"] == "done"
+        assert not host.failures
+        assert not await host.dead_letters()
 
 
 async def test_the_same_question_again_has_the_same_answer_and_one_effect(tmp_path: Path) -> None:
@@ -325,7 +351,7 @@ async def test_a_full_mailbox_refuses_and_is_bounded(tmp_path: Path) -> None:
         await host.idle()
         await host.tell("counter/a", Note("4"))
         await host.idle()
-        state = host.cells()[0]
+        state = next(iter(host.stage))
         assert len(state.mailbox) == 0
 
 

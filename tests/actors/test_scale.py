@@ -64,7 +64,7 @@ async def test_ten_thousand_idle_actors_are_not_in_memory(tmp_path: Path) -> Non
         await host.register(Clocked)
         await host.idle()
         assert works < 50, "start-up does not look at actors that have nothing to do"
-        assert not host.cells()
+        assert not len(host.stage)
         async with connect(host.bus.endpoint) as bus:
             page = await bus.ask("host/team", ListActors(limit=10), returns=ActorPage)
             assert (page.total, len(page.actors), page.more) == (10_001, 10, True)
@@ -85,7 +85,7 @@ async def test_actors_leave_memory_and_come_back_with_their_state(tmp_path: Path
             for number in range(10):
                 await host.ask(f"unit/{number}", Hit())
         await host.idle()
-        assert len(host.cells()) == 3
+        assert len(host.stage) == 3
         assert len(Unit.stopped) == 27
         assert await host.ask("unit/0", Hit()) == 4
 
@@ -94,7 +94,7 @@ async def test_idle_actors_leave_memory_after_a_while(tmp_path: Path) -> None:
     async with team(tmp_path, engine=False, passivate_after=0.02) as (host, _):
         await host.register(Unit)
         await host.ask("unit/a", Hit())
-        while host.cells():
+        while len(host.stage):
             await anyio.sleep(0.005)
         assert await host.ask("unit/a", Hit()) == 2
 
@@ -113,9 +113,9 @@ async def test_a_message_that_comes_while_an_actor_leaves_is_not_lost(tmp_path: 
         await leaving.wait()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(host.ask, "slow/s", Hit())
-            while not host.cells()[0].mailbox:
+            while not next(iter(host.stage)).mailbox:
                 await anyio.sleep(0.001)
-            assert len(host.cells()) == 1, "one instance"
+            assert len(host.stage) == 1, "one instance"
             go_on.set()
         await host.idle()
         assert (await stored_state(host, "slow/s"))["hits"] == 2

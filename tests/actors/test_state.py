@@ -125,7 +125,7 @@ def test_a_deleted_field_is_refused() -> None:
 def test_an_undeclared_attribute_is_refused_at_once() -> None:
     actor = sample()
     with pytest.raises(AttributeError, match="no state field 'cuont'"):
-        actor.cuont = 1  # type: ignore[attr-defined]
+        actor.cuont = 1
     actor._client = object()
 
 

@@ -121,7 +121,7 @@ def run_child(folder: Path) -> int:
 
 
 def test_a_handler_that_ends_the_process_is_given_up_after_n_tries(tmp_path: Path) -> None:
-    ends = []
+    ends: list[int] = []
     while not ends or ends[-1] != 0:
         ends.append(run_child(tmp_path))
         assert len(ends) < 10
