@@ -52,6 +52,9 @@ MALFORMED_LIMIT = 8
 CONTROL_LIMIT = 20_000
 """Messages other than requests and answers that a peer may send per heartbeat."""
 
+BROKER_ADDRESS = "broker/main"
+"""Where the broker itself answers asks of any type with its statistics."""
+
 LAST_WORDS = 0.1
 """Seconds between telling a peer why it is disconnected and doing it."""
 
@@ -99,7 +102,7 @@ class Broker:
             Kind.PING: self._on_ping,
             Kind.BYE: self._on_bye,
             Kind.TELL: self._board.request,
-            Kind.ASK: self._board.request,
+            Kind.ASK: self._on_ask,
             Kind.STREAM: self._board.request,
             Kind.ACCEPT: self._board.answer,
             Kind.REPLY: self._board.answer,
@@ -297,6 +300,17 @@ class Broker:
 
     # Requests and registrations
 
+    def _on_ask(self, peer: Peer, envelope: Envelope, header: bytes, body: bytes) -> None:
+        if envelope.to != BROKER_ADDRESS:
+            self._board.request(peer, envelope, header, body)
+            return
+        kind = envelope.to.partition("/")[0]
+        if not peer.take_request(kind, len(body)):
+            raise ProtocolError(f"a request to {kind!r} without credit")
+        self._out.return_credit(peer, kind, len(body))
+        reply = Envelope(kind=Kind.REPLY, correlation=envelope.id, type=BrokerStatistics.__name__)
+        self._out.send(peer, reply, control.pack(self.statistics()))
+
     def _on_cancel(self, peer: Peer, envelope: Envelope, header: bytes, body: bytes) -> None:
         self._control(peer)
         self._board.cancel(peer, envelope.correlation)
@@ -304,6 +318,8 @@ class Broker:
     def _on_serve(self, peer: Peer, envelope: Envelope, header: bytes, body: bytes) -> None:
         self._control(peer)
         try:
+            if envelope.to.partition("/")[0] == BROKER_ADDRESS.partition("/")[0]:
+                raise ProtocolError(f"{envelope.to!r} is the broker's own")
             self._board.serve(peer, envelope.to)
         except OffbookError as exc:
             self._out.fail(peer, envelope.id, exc)
@@ -347,6 +363,7 @@ class Broker:
         self._hub.publish(Publication(peer, envelope.id, envelope.to, record))
 
     def _on_subscribe(self, peer: Peer, envelope: Envelope, header: bytes, body: bytes) -> None:
+        self._control(peer)
         try:
             check_topic(envelope.to)
             if not envelope.id or not self._hub.subscribe(

@@ -116,10 +116,10 @@ class Gate:
         self._window.give(messages, bytes)
         self._admit()
 
-    def reset(self) -> None:
+    def reset(self, messages: int = MESSAGES, bytes: int = BYTES) -> None:
         """Start anew on a new connection: what was in transit is gone. Waiters keep waiting."""
         self.generation += 1
-        self._window = Window(self._window.limit_messages, self._window.limit_bytes)
+        self._window = Window(messages, bytes)
         self._admit()
 
     def _admit(self) -> None:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import anyio
 import zmq
 
-from offbook.bus import control
+from offbook.bus import control, credit
 from offbook.bus.credit import Gate, Returns
 from offbook.bus.delivery import Delivery
 from offbook.bus.envelope import Envelope, Kind, new_id
@@ -69,6 +69,7 @@ class Exchange:
         self._inbox: Inbox[Delivery] = Inbox()
         self._open: dict[str, Delivery] = {}
         self._credit = Returns()
+        self._window = (credit.MESSAGES, credit.BYTES)  # what the broker grants, for each kind of target
 
     @property
     def connected(self) -> bool:
@@ -80,8 +81,8 @@ class Exchange:
             await self._down.wait()
             with anyio.move_on_after(grace):
                 await self._up.wait()
-                continue
-            return
+            if self._link is None:
+                return
 
     async def first_link(self, timeout: float) -> None:
         """Wait for the first connection; raises if there is none in time, or we are refused."""
@@ -123,13 +124,15 @@ class Exchange:
         The broker handles them in this order, so nothing need be awaited.
         """
         self._link = link
+        assert link.welcome is not None
+        self._window = (link.welcome.window, link.welcome.window_bytes)
         for pattern in self.patterns:
             request = Request(Envelope(kind=Kind.SERVE, id=new_id(), to=pattern), b"")
             self._post_request(link, request)
         for subscription in self._subscriptions.values():
             self._post_subscribe(link, subscription)
         for gate in self._gates.values():
-            gate.reset()
+            gate.reset(*self._window)
         self._credit = Returns()
         self._down = anyio.Event()
         self._up.set()
@@ -194,7 +197,7 @@ class Exchange:
             kind = "" if envelope.kind is Kind.PUBLISH else envelope.to.partition("/")[0]
             gate = self._gates.get(kind)
             if gate is None:
-                gate = self._gates[kind] = Gate()
+                gate = self._gates[kind] = Gate(*self._window)
         while True:
             while (link := self._link) is None:
                 if self.closed:

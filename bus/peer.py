@@ -91,6 +91,8 @@ class Peer:
         """Count a request against the peer's credit; False if it had none (it breaks the rules)."""
         window = self.requests.get(kind)
         if window is None:
+            if len(self.requests) >= MAX_KINDS:
+                return False
             window = self.requests[kind] = Window()
             self.returns[kind] = Returns()
         if not window.open:
@@ -106,6 +108,9 @@ class Peer:
             self.requests[kind].give(*due)
         return due
 
+
+MAX_KINDS = 4096
+"""Kinds of target that one peer may address: each has a window of its own."""
 
 PUBLISH_CREDIT = ""
 """The kind under which publications are counted in :attr:`Peer.requests`."""

@@ -106,7 +106,7 @@ async def test_credit_of_an_earlier_generation_is_void() -> None:
         tasks.start_soon(sender)
         await checkpoint()
         gate.give(1, 1)
-        gate.reset()
+        gate.reset(1, 100)
     assert seen == [0]
     assert gate.generation == 1
     assert gate.try_take(1)

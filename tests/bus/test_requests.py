@@ -9,7 +9,7 @@ import anyio
 import msgspec
 import pytest
 
-from offbook.bus import MAX_BODY, Broker, Delivery, Kind, connect
+from offbook.bus import MAX_BODY, Broker, BrokerStatistics, Delivery, Kind, connect
 from offbook.bus.errors import (
     ActorFailed,
     BadMessage,
@@ -346,3 +346,14 @@ async def test_only_the_first_answer_counts(endpoint: str, kit: Any) -> None:
 async def test_a_peer_may_serve_and_ask_itself(endpoint: str, kit: Any) -> None:
     async with Broker(endpoint), kit.serving(endpoint, "v/*", kit.echo) as bus:
         assert await bus.ask("v/a", {"n": 1}) == {"n": 1}
+
+
+async def test_the_broker_answers_with_its_statistics(endpoint: str, kit: Any) -> None:
+    async with Broker(endpoint) as broker, kit.serving(endpoint, "v/*", kit.echo), connect(endpoint) as bus:
+        for _ in range(600):  # more than a window: its answers give credit back
+            statistics = await bus.ask("broker/main", {"type": "Statistics"}, returns=BrokerStatistics)
+        assert statistics.peers == 2
+        assert statistics.patterns == 1
+        assert statistics == broker.statistics()
+        with pytest.raises(ProtocolError, match="broker's own"):
+            await bus.serve("broker/main")
