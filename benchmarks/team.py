@@ -83,9 +83,7 @@ class Team:
             scheme=scheme or KVScheme(),
             budget_bytes=budget_bytes,
             host=mx.default_device() == mx.Device(mx.cpu),
-            native=(lambda arrays: NativeAttention(arrays) if supported(arrays) else None)
-            if native
-            else None,
+            native=lambda arrays: NativeAttention(arrays) if native and supported(arrays) else None,
             trace=trace,
         )
         self.loop.start()
@@ -164,7 +162,12 @@ class Team:
 
     def evict(self, *agents: str) -> None:
         """To disk, and wait until it is there."""
-        self.loop.call(lambda: [self.loop.memory.evict((agent, "")) for agent in agents]).result()
+
+        def evict() -> None:
+            for agent in agents:
+                self.loop.memory.evict((agent, ""))
+
+        self.loop.call(evict).result()
         self.flush()
 
     def flush(self) -> None:
@@ -216,6 +219,5 @@ def budget_for(loaded: LoadedModel, *, agents: int, tokens: int) -> int:
     typical = TYPICAL_CONTEXT // BLOCK * block + pages
     by_blocks = (-(-tokens // BLOCK) + 1) / (TYPICAL_CONTEXT // BLOCK)
     per_agent = typical * max(1.0, by_blocks)
-    return int(
-        loaded.weights_bytes + workspace_bytes(spec, loaded.weights_bytes) + (agents + 0.5) * per_agent
-    )
+    fixed = loaded.weights_bytes + workspace_bytes(spec, loaded.weights_bytes)
+    return int(fixed + (agents + 0.5) * per_agent)

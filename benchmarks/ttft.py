@@ -64,8 +64,8 @@ def main() -> None:
             "hot",
             "cold/warm",
             "warm/hot",
-            "reference cold/warm/hot",
-            "reference ratio",
+            "paper's cold/warm/hot",
+            "paper's ratio",
         ],
         rows,
     )

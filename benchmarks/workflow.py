@@ -67,9 +67,8 @@ def script(reader: Reader, turns: int) -> Script:
         speaker = order.choice(agents)
         if not speakers or speakers[-1] != speaker:
             speakers.append(speaker)
-    return Script(
-        openings, [(speaker, f"Message {i}: what do you say to that?") for i, speaker in enumerate(speakers)]
-    )
+    texts = [f"Message {number}: what do you say to that?" for number in range(turns)]
+    return Script(openings, list(zip(speakers, texts, strict=True)))
 
 
 def ours(loaded: LoadedModel, play: Script, *, persistent: bool) -> Result:
@@ -119,7 +118,7 @@ class MlxFiles:
             evicted, caches = self.memory.popitem(last=False)
             save_prompt_cache(self._path(evicted), caches)
         path = Path(self._path(agent))
-        caches = load_prompt_cache(str(path)) if path.exists() else make_prompt_cache(self.loaded.model)
+        caches = list(load_prompt_cache(str(path)) if path.exists() else make_prompt_cache(self.loaded.model))
         self.memory[agent] = caches
         return caches
 
@@ -232,7 +231,7 @@ def main() -> None:
         "llama.cpp files": lambda: llama_cpp(loaded, play),
     }
     results = {name: run() for name, run in variants.items()}
-    rows = []
+    rows: list[list[Any]] = []
     per_turn: dict[str, float] = {}
     for name, result in results.items():
         if result is None:
@@ -248,9 +247,7 @@ def main() -> None:
     summary: dict[str, Any] = {
         "speedup_vs_reprefill": per_turn["re-prefill"] / per_turn["ours"],
         "speedup_vs_mlx_lm_files": per_turn["mlx-lm files"] / per_turn["ours"],
-        "speedup_vs_llama_cpp": per_turn["llama.cpp files"] / per_turn["ours"]
-        if "llama.cpp files" in per_turn
-        else None,
+        "speedup_vs_llama_cpp": per_turn.get("llama.cpp files", float("nan")) / per_turn["ours"],
         "seconds_per_turn": per_turn["ours"],
     }
     common.report(args, summary)

@@ -21,6 +21,15 @@ from ..kv.table import Ids, common_prefix
 SENTINEL = "offbook-sentinel-7f3a"
 
 
+def sentinel_for(*texts: str) -> str:
+    """A sentinel that none of the texts contains: people may write ours."""
+    sentinel, number = SENTINEL, 0
+    while any(sentinel in text for text in texts):
+        number += 1
+        sentinel = f"{SENTINEL}-{number}-end"
+    return sentinel
+
+
 def merged(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
     """Neighbours of one role joined: many templates insist that roles alternate."""
     out: list[dict[str, str]] = []
@@ -59,8 +68,9 @@ class Dialogue:
         new = merged(messages)
         if not len(transcript):
             return self._first(self._render(self._with_system(system, new)))
-        text = self._render([*self._past(system), *new])
-        return self._continued(text, transcript)
+        sentinel = sentinel_for(system or "", *(message["content"] for message in new))
+        text = self._render([*self._past(system, sentinel), *new])
+        return self._continued(text.rpartition(sentinel)[2], transcript)
 
     def ahead(self, system: str | None, transcript: Ids, messages: Sequence[ChatMessage]) -> Ids:
         """The ids that any later prompt beginning with ``messages`` is sure to start with.
@@ -79,14 +89,15 @@ class Dialogue:
         if not self.has_template:
             head = self._encode((system + "\n\n") if system else "")
             return common_prefix(head, transcript)
-        text = self._render(self._with_system(system, [{"role": "user", "content": SENTINEL}]))
-        return common_prefix(self._first(text.partition(SENTINEL)[0]), transcript)
+        sentinel = sentinel_for(system or "")
+        text = self._render(self._with_system(system, [{"role": "user", "content": sentinel}]))
+        return common_prefix(self._first(text.partition(sentinel)[0]), transcript)
 
     def _with_system(self, system: str | None, messages: list[dict[str, str]]) -> list[dict[str, str]]:
         return [{"role": "system", "content": system}, *messages] if system else messages
 
-    def _past(self, system: str | None) -> list[dict[str, str]]:
-        past = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": SENTINEL}]
+    def _past(self, system: str | None, sentinel: str) -> list[dict[str, str]]:
+        past = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": sentinel}]
         return self._with_system(system, past)
 
     def _render(self, messages: list[dict[str, str]]) -> str:
@@ -116,7 +127,7 @@ class Dialogue:
         return len(plain) > 0 and plain[0] == self.bos
 
     def _continued(self, text: str, transcript: Ids) -> Ids:
-        ids = self._encode(text.rpartition(SENTINEL)[2])
+        ids = self._encode(text)
         # The template closes the assistant's turn; a turn that ended by itself is closed already.
         if len(ids) and int(transcript[-1]) in self.eos and int(ids[0]) in self.eos:
             ids = ids[1:]

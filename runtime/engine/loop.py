@@ -49,6 +49,9 @@ SAVE_AFTER_SECONDS = 3.0
 
 IDLE_WAIT_SECONDS = 0.5
 
+MAX_FAILURES = 5
+"""Turns of the loop that fail one after the other before the engine gives up and is started anew."""
+
 
 class EngineLoop:
     """Model, memory and jobs of one engine.
@@ -83,6 +86,7 @@ class EngineLoop:
         self._resizes: list[tuple[int, Future[None]]] = []
         self.ready: Future[None] = Future()
         self.step_started = 0.0
+        self._failures = 0
         self.metrics = Metrics()
         self.trace = Trace(trace) if trace is not None else None
         self.peak_bytes = 0
@@ -128,11 +132,30 @@ class EngineLoop:
         self.ready.set_result(None)
         try:
             while not self._stopping.is_set():
-                self._turn()
+                self._turn_safely()
         except BaseException:
             log.exception("the engine's loop ended")
         finally:
             self._tear_down()
+
+    def _turn_safely(self) -> None:
+        """A turn of the loop; what goes wrong in it beyond any one job ends the jobs, not the engine."""
+        try:
+            self._turn()
+            self._failures = 0
+        except Exception as error:
+            log.exception("a turn of the engine's loop failed")
+            self.metrics.count("failed_turns")
+            self._failures += 1
+            if self._failures >= MAX_FAILURES:
+                raise
+            for job in [*self.scheduler.running, *self.scheduler.queue]:
+                self._fail(job, error)
+
+    @property
+    def died(self) -> bool:
+        """Whether the step thread has ended without having been asked to."""
+        return self._done.done() and not self._stopping.is_set()
 
     def _set_up(self) -> None:
         self.loaded = self._load()
@@ -169,6 +192,7 @@ class EngineLoop:
             self.spec, self.scheme, self.fingerprint, self.arrays, self.pool, self.store, self._loaded
         )
         self.memory.metrics = self.metrics
+        self.memory.saved = self._saved
         self.supervisor = Supervisor(self.spec, self.scheme, self.pool)
         self.scheduler = Scheduler(self.supervisor, self.memory)
         self.pool_bytes = sizes.nbytes
@@ -242,36 +266,61 @@ class EngineLoop:
     def _drain(self, *, block: bool) -> None:
         try:
             if block:
-                self._inbox.get(timeout=IDLE_WAIT_SECONDS)()
+                self._perform(self._inbox.get(timeout=IDLE_WAIT_SECONDS))
             while True:
-                self._inbox.get_nowait()()
+                self._perform(self._inbox.get_nowait())
         except queue.Empty:
             return
+
+    def _perform(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:
+            log.exception("an action on the step thread failed")
+            self.metrics.count("failed_actions")
 
     def _guard(self, jobs: Sequence[Job], work: Callable[[], None]) -> None:
         """Do a step. If it fails, find the job that fails alone; the others go on."""
         try:
             work()
-        except OffbookError as error:
-            for job in jobs:
-                self._end(job, error)
         except Exception as error:
             log.exception("a step failed for %s", [job.key for job in jobs])
             self.metrics.count("failed_steps")
             alive = [job for job in jobs if job.phase in (Phase.DECODE, Phase.PREFILL)]
             if len(alive) > 1:
                 for job in alive:
-                    if job.phase is Phase.DECODE:
-                        self._guard([job], partial(self._decode, [job]))
-                    else:
-                        self._guard([job], partial(self._prefill, [(job, len(job.remaining))]))
+                    self._guard([job], partial(self._again, job))
                 return
             for job in jobs:
-                key = job.key
-                self._end(job, EngineFailed(f"the engine failed in this turn of {key[0]}: {error!r}"))
-                # Its table may be half written; it is rebuilt from tokens.
-                if key in self.memory.tables and key not in self.memory.loading:
-                    self.memory.drop(key)
+                self._fail(job, error)
+
+    def _again(self, job: Job) -> None:
+        """One job's part of a step that failed for several."""
+        assert job.table is not None
+        if job.phase is Phase.DECODE:
+            # The step may have got as far as counting the token whose KV it wrote.
+            job.table.tokens = min(job.table.tokens, len(job.ids) + len(job.generated) - 1)
+            self._decode([job])
+        else:
+            self._prefill([(job, len(job.remaining))])
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        """End a job that went wrong. Its table may be half written; it is rebuilt from tokens."""
+        key = job.key
+        if isinstance(error, OffbookError):
+            self._end(job, error)
+        else:
+            self._end(job, EngineFailed(f"the engine failed in this turn of {key[0]}: {error!r}"))
+        if key in self.memory.tables and key not in self.memory.loading:
+            self.memory.drop(key)
+
+    def _alone(self, job: Job, work: Callable[[], None]) -> None:
+        """Do what concerns one job only; if it fails, that job fails."""
+        try:
+            work()
+        except Exception as error:
+            log.exception("a turn of %s failed", job.key)
+            self._fail(job, error)
 
     # ---- steps
 
@@ -300,7 +349,15 @@ class EngineLoop:
             self.trace.load(loading.key[0], loading.started, now, tokens=loading.plan.tokens)
         job = next((j for j in self.scheduler.running if j.table is loading.table), None)
         ids = job.ids if job is not None else loading.ids
-        table = self.memory.finish(loading, ids)
+        try:
+            table = self.memory.finish(loading, ids)
+        except Exception as error:
+            self.memory.discard(loading)
+            if job is not None:
+                self._fail(job, error)
+            raise
+        finally:
+            self.scheduler.look_again()
         if job is None:
             return
         if table is None:
@@ -325,15 +382,17 @@ class EngineLoop:
             self.trace.step(f"prefill {count}", started, ended, agents=[job.key[0] for job in jobs])
         for (job, count), table in zip(chunk, tables, strict=True):
             job.prefilled += count
-            self.memory.after_step(table)
+            self._alone(job, partial(self.memory.after_step, table))
         if not last:
             return
         for job in jobs:
+            if job.phase is Phase.DONE:
+                continue
             job.phase = Phase.DECODE
             if logits is None or not job.max_tokens:
-                self._finish(job, "stop")
+                self._alone(job, partial(self._finish, job, "stop"))
         if logits is not None:
-            self._draw([job for job in jobs if job.phase is Phase.DECODE], logits)
+            self._draw(jobs, logits)
 
     def _decode(self, rows: Sequence[Job]) -> None:
         tables = [job.table for job in rows if job.table is not None]
@@ -348,30 +407,36 @@ class EngineLoop:
         self.metrics.count("decode_rows", len(rows))
         if self.trace is not None:
             self.trace.step(f"decode {len(rows)}", started, ended, agents=[job.key[0] for job in rows])
-        for table in tables:
-            self.memory.after_step(table)
+        for job, table in zip(rows, tables, strict=True):
+            self._alone(job, partial(self.memory.after_step, table))
         self._draw(rows, logits)
 
     def _draw(self, rows: Sequence[Job], logits: mx.array) -> None:
-        """Draw every row's next token and say what is certain."""
+        """Draw the next token of every row that still decodes, and say what is certain."""
         best = None
         if any(job.sampler.greedy and job.constraint is None for job in rows):
             best = np.array(mx.argmax(logits, axis=-1))
         for row, job in enumerate(rows):
-            if job.logprobs:
-                pairs = top_logprobs(logits[row], job.logprobs)
-                decode = self.loaded.tokenizer.decode
-                job.distributions.append({decode([i]): p for i, p in pairs})
-            if job.constraint is not None:
-                masked = job.constraint.masked(logits[row])
-                token = job.sampler.draw(masked, [*job.ids.tolist(), *job.generated])
-                job.constraint.accept(token)
-            elif job.sampler.greedy and best is not None:
-                token = int(best[row])
-            else:
-                history = [*job.ids[-job.sampler.params.repetition_context :].tolist(), *job.generated]
-                token = job.sampler.draw(logits[row], history)
-            self._drew(job, token)
+            if job.phase is Phase.DECODE:
+                likeliest = int(best[row]) if best is not None else 0
+                self._alone(job, partial(self._draw_row, job, logits[row], likeliest))
+
+    def _draw_row(self, job: Job, logits: mx.array, likeliest: int) -> None:
+        """One row's next token from logits [vocabulary]."""
+        if job.logprobs:
+            pairs = top_logprobs(logits, job.logprobs)
+            decode = self.loaded.tokenizer.decode
+            job.distributions.append({decode([i]): p for i, p in pairs})
+        if job.constraint is not None:
+            masked = job.constraint.masked(logits)
+            token = job.sampler.draw(masked, [*job.ids.tolist(), *job.generated])
+            job.constraint.accept(token)
+        elif job.sampler.greedy:
+            token = likeliest
+        else:
+            history = [*job.ids[-job.sampler.params.repetition_context :].tolist(), *job.generated]
+            token = job.sampler.draw(logits, history)
+        self._drew(job, token)
 
     def _drew(self, job: Job, token: int) -> None:
         if not job.generated:
@@ -449,6 +514,9 @@ class EngineLoop:
         except OffbookError as error:
             job.phase = Phase.DONE
             job.emit(job, error)
+        except Exception as error:
+            self._fail(job, error)
+            raise
 
     def cancel(self, job: Job) -> None:
         self._end(job, Cancelled(f"the turn of {job.key[0]} was cancelled"))
@@ -459,6 +527,10 @@ class EngineLoop:
             if job.deadline <= now:
                 waited = f" while waiting for {job.waits_for}" if job.waits_for else ""
                 self._end(job, DeadlineExceeded(f"the deadline of {job.key[0]} passed{waited}"))
+
+    def _saved(self) -> None:
+        """From an I/O thread: an agent's memory is on disk; a turn may wait for that."""
+        self.post(lambda: self.scheduler.look_again())
 
     def prefetch(self, key: Key, ids: Ids, origin: str = "") -> None:
         """A message waits for this agent: load it, if it is on disk and there is room."""
@@ -539,11 +611,15 @@ class EngineLoop:
             disk_bytes=disk.disk_bytes if disk is not None else 0,
             context_limit=self.loaded.context_limit,
             agents=tuple(agents),
+            decisions=tuple(self.supervisor.decisions[-20:]),
+            waiting={job.key[0]: job.waits_for for job in self.scheduler.queue if job.waits_for},
+            degraded=self.store.degraded or "" if self.store is not None else "nothing is kept on disk",
             counters={
                 **self.metrics.flat(),
                 "queued": len(self.scheduler.queue),
                 "running": len(self.scheduler.running),
                 "prefill_tokens_per_s": self.scheduler.prefill_rate,
+                **{f"store.{name}": n for name, n in (disk.counters.items() if disk is not None else ())},
             },
         )
 

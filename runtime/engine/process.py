@@ -171,9 +171,12 @@ def _has_gpu(mx: Any) -> bool:
 
 
 def watch(loop: Any) -> None:
-    """End the process if one step never ends, so that the host starts another."""
+    """End the process if a step never ends or the step thread died, so that the host starts another."""
     while True:
-        time.sleep(5.0)
+        time.sleep(1.0)
+        if loop.died:
+            log.error("the step thread has ended; the engine ends")
+            os._exit(70)
         started = loop.step_started
         if started and time.monotonic() - started > STUCK_SECONDS:
             log.error("a step has not ended for %.0f s; the engine ends", STUCK_SECONDS)

@@ -63,6 +63,12 @@ class Scheduler:
             self.supervisor.touch(job.key)
         elif job in self.queue:
             self.queue.remove(job)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Something has changed that queued jobs may have waited for."""
+        for job in self.queue:
+            job.waits_for = ""
 
     def active(self, key: Key) -> bool:
         return any(job.key == key for job in self.running)
@@ -76,26 +82,37 @@ class Scheduler:
     def admit(self) -> Iterator[tuple[Job, Plan]]:
         """Jobs to start now, in order. The caller starts each before asking for the next.
 
-        An agent's jobs are served one after the other. A job that does not fit waits, and so does all
-        behind it that would take memory, so that a large one does not starve.
+        An agent's jobs are served one after the other, as they came. A job that does not fit waits, and so
+        does all behind it that would take memory, so that a large one does not starve.
         """
         blocked = False
         for job in sorted(self.queue, key=lambda job: job.order):
             if len(self.running) >= MAX_ROWS:
                 break
             if self.active(job.key) or any(
-                other.key == job.key and other.order < job.order for other in self.queue
+                other.key == job.key and other.arrived < job.arrived for other in self.queue
             ):
                 job.waits_for = "an earlier turn of this agent"
                 continue
             if job.key in self.memory.loading:
                 job.waits_for = "its memory is loading"
                 continue
+            if any(self.memory.being_saved((agent, job.key[1])) for agent in (job.key[0], job.origin)):
+                job.waits_for = "its memory is being saved"
+                continue
             if blocked:
                 job.waits_for = "an earlier turn that needs memory"
                 continue
             plan = self.memory.plan(job.key, job.ids, job.origin)
             evicted = self._room(job, plan)
+            if evicted is None and plan.origin is not None:
+                # Origin and fork do not fit beside each other: the fork is made from what is on disk.
+                plan = self.memory.plan(job.key, job.ids, job.origin, clone=False)
+                evicted = self._room(job, plan)
+                if evicted and self.memory.being_saved((job.origin, job.key[1])):
+                    job.evictions += evicted
+                    job.waits_for = "its memory is being saved"
+                    continue
             if evicted is None:
                 job.waits_for = "memory that running turns hold"
                 blocked = True
@@ -112,6 +129,14 @@ class Scheduler:
         if plan.source == "hot" and table is not None:
             # What a truncation gives back is not counted: the estimate errs to the safe side.
             need = table.missing(job.limit)
+            copies = table.copies(plan.tokens, self.supervisor.pool)
+            if any(copies):
+                need = [a + b for a, b in zip(need[0], copies, strict=True)], need[1]
+                evicted = self.supervisor.make_room(self.memory, self.running, need, keep)
+                if evicted is None:
+                    # Cut back into a block that others hold, and no room for a copy: begin anew.
+                    self.memory.evict(job.key)
+                return evicted
         else:
             if table is not None:
                 # Its content is of no use to this request; what was worth saving is on disk.

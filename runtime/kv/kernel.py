@@ -72,7 +72,7 @@ class NativeAttention:
                 # What the first new token sees; a block before that may have been given back.
                 None if window is None else [max(0, past + 1 - window) for past in step.past],
             )
-        return known  # type: ignore[no-any-return]
+        return known
 
     def decode(
         self,

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ..observe.metrics import Metrics
 from ..store.hashing import block_hash, chain, chain_at, root_hash
 from ..store.layout import Tail, TailInfo
+from ..store.results import Failed
 from .arrays import PoolArrays
 from .pool import BlockPool
 from .scheme import BLOCK, GROUP, KVScheme
@@ -102,6 +103,9 @@ class KVMemory:
     Args:
         store: the block store, or None to keep nothing on disk.
         loaded: called on an I/O thread when the last load of a ``Loading`` is done.
+
+    Attributes:
+        saved: called on an I/O thread when an agent's tail has been written.
     """
 
     def __init__(
@@ -120,10 +124,13 @@ class KVMemory:
         self.loading: dict[Key, Loading] = {}
         self.metrics = Metrics()
         self._loaded = loaded
+        self.saved: Callable[[], None] = lambda: None
+        self._saving: dict[Key, Future[Any]] = {}
         self._roots: dict[str, bytes] = {}
         # Blocks (names) and tails (agent, salt, tokens) that the store lists but could not give. Plans
         # avoid them, so a plan that failed is not made again.
         self._unreadable: set[Any] = set()
+        self._putting: set[bytes] = set()
         self._group_sizes = [len(group.tensors(scheme)) for group in spec.groups]
 
     def count(self, name: str, by: float = 1) -> None:
@@ -136,11 +143,12 @@ class KVMemory:
 
     # ---- finding what there is
 
-    def plan(self, key: Key, ids: Ids, origin: str = "") -> Plan:
+    def plan(self, key: Key, ids: Ids, origin: str = "", *, clone: bool = True) -> Plan:
         """The plan that leaves the fewest tokens to prefill. At least the last id is always left.
 
         Args:
             origin: an agent this one was forked from, whose saved tails stand for the same ids.
+            clone: whether copying another agent's table is allowed.
         """
         limit = len(ids) - 1
         best = Plan("cold", 0)
@@ -151,7 +159,7 @@ class KVMemory:
                 best = Plan("hot", reusable)
             if reusable == table.tokens:
                 return best
-        for other in self.tables.values():
+        for other in self.tables.values() if clone else ():
             if other is not table and other.salt == key[1] and best.tokens < other.tokens <= limit:
                 whole = self._whole(other, ids)
                 if whole and key not in self.loading and (other.agent, other.salt) not in self.loading:
@@ -180,7 +188,7 @@ class KVMemory:
         return bool(np.array_equal(other.ids[: other.tokens], ids[: other.tokens]))
 
     def _available(self, name: bytes) -> bool:
-        if self.store is not None and self.store.has(name) and name not in self._unreadable:
+        if self._on_disk(name):
             return True
         return all(group.find(name) is not None for group in self.pool.groups)
 
@@ -221,8 +229,27 @@ class KVMemory:
             return table
         loading = Loading(key, table, plan)
         self.loading[key] = loading
-        self._start_loads(loading, priority)
+        try:
+            jobs = self._destinations(loading, priority)
+        except BaseException:
+            self.discard(loading)
+            raise
+        loading.waiting = len(jobs) + 1
+        for what, job in jobs:
+            try:
+                future = job()
+            except Exception as error:
+                future = Future()
+                future.set_result(Failed(repr(error)))
+            future.add_done_callback(partial(self._one_loaded, loading, what))
+        self._one_loaded(loading, None, None)
         return loading
+
+    def discard(self, loading: Loading) -> None:
+        """Give up a load of which nothing is under way."""
+        self.loading.pop(loading.key, None)
+        if self.tables.get(loading.key) is loading.table:
+            self.drop(loading.key)
 
     def _clone(self, origin: AgentTable, table: AgentTable) -> None:
         """A fork: full blocks are shared, the part-filled one and the pages are copied."""
@@ -246,7 +273,8 @@ class KVMemory:
         table.ids, table.tokens, table.sealed = origin.ids[: origin.tokens], origin.tokens, origin.sealed
         table.chain, table.state = list(origin.chain), dict(origin.state)
 
-    def _start_loads(self, loading: Loading, priority: int) -> None:
+    def _destinations(self, loading: Loading, priority: int) -> list[tuple[Any, Callable[[], Future[Any]]]]:
+        """Take the slots and pages of a plan. Returns the loads to start: what, and the call."""
         table, plan = loading.table, loading.plan
         sealed = self.scheme.sealed(plan.tokens) if plan.tail else plan.tokens
         jobs: list[tuple[Any, Callable[[], Future[Any]]]] = []
@@ -288,10 +316,7 @@ class KVMemory:
                 table.pages.append(self.pool.pages.take())
         table.tokens, table.sealed = plan.tokens, sealed
         table.chain = list(plan.names)
-        loading.waiting = len(jobs) + 1
-        for what, job in jobs:
-            job().add_done_callback(partial(self._one_loaded, loading, what))
-        self._one_loaded(loading, None, None)
+        return jobs
 
     def _one_loaded(self, loading: Loading, what: Any, future: Future[Any] | None) -> None:
         # On I/O threads; += on an int attribute under the GIL is not atomic, hence the lock.
@@ -345,20 +370,50 @@ class KVMemory:
             ids = table.ids[block * BLOCK : (block + 1) * BLOCK]
             name = block_hash(parent, ids)
             table.chain.append(name)
+            mine = False
             for index, slots in enumerate(table.slots):
-                if slots[block] != ABSENT:
-                    slots[block] = self._one_copy(index, slots[block], name)
-            if self.store is not None and not self.store.has(name):
-                tensors = [
-                    tensor
-                    for index, slots in enumerate(table.slots)
-                    for tensor in self.arrays.block_buffers(index, slots[block])
-                ]
-                copies = [tensor.copy() for tensor in tensors]
-                self.store.put_block(name, parent, ids, copies, agent=table.agent, salt=table.salt)
-                self._unreadable.discard(name)
-                self.count("blocks_written")
+                kept = self._one_copy(index, slots[block], name)
+                mine, slots[block] = mine or kept == slots[block], kept
+            if mine and not self._adopt(table, block):
+                self._put(table, block)
         table.leave_window(self.pool)
+
+    def _adopt(self, table: AgentTable, block: int) -> bool:
+        """If a new block is on disk already, take the disk's bits: a later restore will give those.
+
+        Rare (an agent whose tail was lost prefills into a block that was saved), so it waits.
+        """
+        name = table.chain[block]
+        if self.store is None or not self._on_disk(name):
+            return False
+        staged = [self.arrays.empty_block(index) for index in range(len(table.slots))]
+        result = self.store.load_block(name, [tensor for group in staged for tensor in group]).result()
+        if not result.ok:
+            return False
+        for index, slots in enumerate(table.slots):
+            self.arrays.put_block(index, slots[block], staged[index])
+        self.count("blocks_adopted")
+        return True
+
+    def _on_disk(self, name: bytes) -> bool:
+        return self.store is not None and self.store.has(name) and name not in self._unreadable
+
+    def _put(self, table: AgentTable, block: int) -> None:
+        """Save a full block, unless it is on disk or on its way, or has left a window unsaved."""
+        name = table.chain[block]
+        held = [slots[block] for slots in table.slots]
+        if self.store is None or self._on_disk(name) or name in self._putting or ABSENT in held:
+            return
+        buffers = [b for index, slot in enumerate(held) for b in self.arrays.block_buffers(index, slot)]
+        parent = table.chain[block - 1] if block else self.root(table.salt)
+        ids = table.ids[block * BLOCK : (block + 1) * BLOCK]
+        self._putting.add(name)
+        self._unreadable.discard(name)
+        self.count("blocks_written")
+        future = self.store.put_block(
+            name, parent, ids, [b.copy() for b in buffers], agent=table.agent, salt=table.salt
+        )
+        future.add_done_callback(lambda _: self._putting.discard(name))
 
     def _one_copy(self, group: int, slot: int, name: bytes) -> int:
         """Name a full block's content; if another slot has it already, take that one instead.
@@ -396,6 +451,8 @@ class KVMemory:
         for index, state in table.state.items():
             arrays |= {f"layers.{index}.state.{part}": value for part, value in state.export().items()}
         table.saved = table.tokens
+        for block in range(len(table.chain)):
+            self._put(table, block)  # what the disk refused, or has let go since
         tail = Tail(
             tokens=table.tokens,
             chain=chain_at(table.ids[: table.tokens], self.root(table.salt)),
@@ -405,7 +462,20 @@ class KVMemory:
         )
         self.count("tails_written")
         self._unreadable.discard((table.agent, table.salt, table.tokens))
-        return self.store.put_tail(table.agent, tail, salt=table.salt, copy=False)
+        key = (table.agent, table.salt)
+        future = self._saving[key] = self.store.put_tail(table.agent, tail, salt=table.salt, copy=False)
+        future.add_done_callback(partial(_note_unsaved, table, table.tokens))
+        future.add_done_callback(partial(self._one_saved, key))
+        return future
+
+    def _one_saved(self, key: Key, future: Future[Any]) -> None:
+        if self._saving.get(key) is future:
+            del self._saving[key]
+        self.saved()
+
+    def being_saved(self, key: Key) -> bool:
+        """Whether what was given back of this agent will be found on disk in a moment."""
+        return key not in self.tables and key in self._saving
 
     def _restore_tail(self, table: AgentTable, tail: Tail) -> str | None:
         """Put a saved tail into the table's slots and pages. A reason if it does not fit."""
@@ -459,6 +529,12 @@ class KVMemory:
             self.save(table)
             self.drop(key)
             self.count("evictions")
+
+
+def _note_unsaved(table: AgentTable, tokens: int, future: Future[Any]) -> None:
+    """A tail the disk refused is saved again at the next occasion."""
+    if not future.result().ok and table.saved == tokens:
+        table.saved = -1
 
 
 def _leading_groups(name: str, tensor: NDArray[Any], groups: int) -> NDArray[Any]:

@@ -124,13 +124,13 @@ def test_blocks_of_agents_that_left_are_found_in_memory(rig: Callable[..., Any],
     assert one.used == (0, 0)
     got, plan = one.say("b", text)
     assert (plan.source, plan.tokens) == ("warm", 512)
-    assert one.memory.counters["restores"] == 1
+    assert one.memory.metrics["restores"] == 1
     assert np.isfinite(got).all()
 
 
 def test_writing_into_a_shared_block_leaves_the_others_alone(rig: Callable[..., Any], ids: Any) -> None:
     one, text = rig("llama"), ids(700)
-    expected, _ = one.say("a", text)
+    one.say("a", text)
     one.prefill(["b"], [text])
     back = np.concatenate([text[:450], ids(300, 9)])
     _, plan = one.say("b", back)  # goes back into the second block, which a holds as well
@@ -192,7 +192,7 @@ def test_flipped_bits_are_one_miss_and_the_right_answer(
     corrupt(tmp_path, which)
     got, plan = one.say("a", text)
     assert plan.tokens == left
-    assert one.memory.counters["load_failures"] == 1
+    assert one.memory.metrics["load_failures"] == 1
     cold = rig("llama").say("a", text)[0]
     np.testing.assert_allclose(got, cold, atol=0 if not left else 0.05)
     one.pool.check()
