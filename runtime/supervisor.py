@@ -103,7 +103,9 @@ class Supervisor:
             most = self.longest()
             raise ContextTooLarge(
                 f"{key[0]}: {tokens} tokens (context and max_tokens) can never fit the memory budget, "
-                f"which holds one agent of at most {most} tokens; raise memory= or shorten the history"
+                f"which holds one agent of at most {most} tokens; raise memory= or shorten the history",
+                limit=most,
+                needed=tokens,
             )
 
     def longest(self) -> int:
@@ -173,6 +175,7 @@ class Supervisor:
         free = [group.free for group in self.pool.groups]
         free_pages = self.pool.pages.free
         chosen: list[Key] = []
+        left: dict[tuple[int, int], int] = {}
         for key in victims:
             if free_pages >= pages and all(f >= b for f, b in zip(free, blocks, strict=True)):
                 break
@@ -180,8 +183,11 @@ class Supervisor:
             chosen.append(key)
             free_pages += len(table.pages)
             for index, slots in enumerate(table.slots):
-                # A shared slot is free only when its last holder leaves.
-                free[index] += sum(s >= 0 and self.pool.groups[index].refs(s) == 1 for s in slots)
+                for slot in slots:
+                    if slot >= 0:  # A shared slot is free only when its last holder leaves.
+                        holders = left.get((index, slot), self.pool.groups[index].refs(slot)) - 1
+                        left[index, slot] = holders
+                        free[index] += holders == 0
         if free_pages >= pages and all(f >= b for f, b in zip(free, blocks, strict=True)):
             return chosen
         return None

@@ -196,8 +196,8 @@ class EngineActor:
         """In a worker thread: the prompt's ids, and how much of the transcript is the persona."""
         prompt = self.dialogue.prompt(system, transcript, messages)
         # The persona's length matters only near the context's end; rendering it costs a template.
-        near = len(transcript) + len(prompt) > self.context_limit // 2
-        return prompt, self.dialogue.persona_length(system, transcript) if near and len(transcript) else 0
+        near = len(transcript) and len(transcript) + len(prompt) > self.context_limit // 2
+        return prompt, self.dialogue.persona_length(system, transcript) if near else 0
 
     async def _observe(self, request: Observe, delivery: Delivery) -> Observed:
         check(request.messages)

@@ -55,7 +55,10 @@ def fit(
         raise ContextTooLarge(
             f"{agent}: a history of {len(transcript)} tokens, a prompt of {len(prompt)} and max_tokens="
             f"{max_tokens} make {total}, more than the model's context of {limit}; "
-            + ("shorten one of them" if least > limit else "forget, rewind or allow keep_recent")
+            + ("shorten one of them" if least > limit else "forget, rewind or allow keep_recent"),
+            limit=limit,
+            needed=total,
+            system_tokens=persona,
         )
     ends = np.flatnonzero(np.isin(transcript, list(turn_ends)))
     inside = ends[ends < persona]
