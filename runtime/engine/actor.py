@@ -128,7 +128,9 @@ class EngineActor:
                 return await self._on_step_thread(lambda: self.loop.locate(key, ids))
             case Forget(agent=agent):
                 check_agent(agent)
-                await self._on_step_thread(lambda: self.loop.forget_agent(agent))
+                removal = await self._on_step_thread(lambda: self.loop.forget_agent(agent))
+                if removal is not None:
+                    await asyncio.wrap_future(removal)
                 return True
             case Stats():
                 return await self._on_step_thread(self.loop.stats)

@@ -558,8 +558,8 @@ class EngineLoop:
             where=where,
         )
 
-    def forget_agent(self, agent: str) -> None:
-        """Drop an agent's KV everywhere, under every salt.
+    def forget_agent(self, agent: str) -> Future[Any] | None:
+        """Drop an agent's KV everywhere, under every salt. Gone once the future is done, if there is one.
 
         Raises:
             EngineFailed: it is speaking now.
@@ -574,8 +574,9 @@ class EngineLoop:
                 self.memory.drop(key)
             self.supervisor.forget(key)
             self._unsaved.pop(key, None)
-        if self.store is not None:
-            self.store.forget(agent)
+        for group in self.pool.groups:
+            group.forget_free()  # also of agents that were evicted before
+        return self.store.forget(agent) if self.store is not None else None
 
     def stats(self) -> EngineStats:
         page_bytes = self.spec.page_bytes

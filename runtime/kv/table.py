@@ -78,6 +78,16 @@ class AgentTable:
         # While a step runs, the tail holds up to one page more than at rest.
         return blocks, max(0, min(-(-tokens // GROUP), self.scheme.pages) - len(self.pages))
 
+    def copies(self, tokens: int, pool: BlockPool) -> list[int]:
+        """Blocks per group to be copied before a table cut back to ``tokens`` can grow: shared ones."""
+        if tokens >= self.sealed or tokens % BLOCK == 0:
+            return [0] * len(self.groups)
+        held = [slots[tokens // BLOCK] for slots in self.slots]
+        return [
+            int(slot != ABSENT and group.refs(slot) > 1)
+            for slot, group in zip(held, pool.groups, strict=True)
+        ]
+
     def page_of(self, position: int) -> tuple[int, int]:
         """Page id and offset of a position in the hot tail."""
         index, offset = divmod(position - self.sealed, GROUP)
