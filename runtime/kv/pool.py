@@ -84,6 +84,11 @@ class SlotAllocator:
         self._slot_of.clear()
         self._hash_of.clear()
 
+    def forget_free(self) -> None:
+        """Drop the names of free slots: what nobody holds can no longer be found."""
+        for slot in self._free:
+            self._forget_hash(slot)
+
     def _forget_hash(self, slot: int) -> None:
         digest = self._hash_of.pop(slot, None)
         if digest is not None:
