@@ -112,9 +112,9 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
 
 def prose() -> str:
     """English text that comes with Python: the topics of ``help()``, about 700 KB."""
-    import pydoc_data.topics
+    from offbook.runtime.kv import calibrate
 
-    return "\n\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
+    return calibrate.prose()
 
 
 def slices(ids: Sequence[int], length: int, *, start: int = 0) -> Iterator[list[int]]:

@@ -59,6 +59,7 @@ class EngineLoop:
     Args:
         load: loads the model, on the step thread.
         open_store: opens the block store for a fingerprint and spec, or returns None.
+        scheme: how KV is kept, or what says so once the model is loaded (its profile).
         budget_bytes: everything this process may use for MLX memory.
         host: whether the pool is written through NumPy views (CPU).
         native: makes the native kernel's front for a pool, or None where it does not fit.
@@ -70,14 +71,14 @@ class EngineLoop:
         load: Callable[[], Any],
         open_store: Callable[[str, ModelCacheSpec, KVScheme], Any],
         *,
-        scheme: KVScheme,
+        scheme: KVScheme | Callable[[Any], KVScheme],
         budget_bytes: int,
         host: bool,
         native: Callable[[PoolArrays], Any] | None = None,
         trace: Path | None = None,
     ) -> None:
         self._load, self._open_store = load, open_store
-        self.scheme, self.budget_bytes, self.host = scheme, budget_bytes, host
+        self._scheme, self.budget_bytes, self.host = scheme, budget_bytes, host
         self._native = native
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
@@ -162,6 +163,7 @@ class EngineLoop:
         self.model = self.loaded.model
         mx.eval(self.model.parameters())
         self.spec = derive(self.model)
+        self.scheme = self._scheme(self.loaded) if callable(self._scheme) else self._scheme
         self.fingerprint: str = self.loaded.fingerprint_for(self.scheme.describe() + self.spec.describe())
         self.weights_bytes = int(self.loaded.weights_bytes)
         # A lazy forward: only its shape is asked for.

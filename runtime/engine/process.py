@@ -130,6 +130,7 @@ def build_loop(config: EngineConfig) -> Any:
     import mlx.core as mx
 
     from ..kv.kernel import NativeAttention, supported
+    from ..kv.profile import scheme_for
     from ..kv.scheme import KVScheme
     from ..models.load import load
     from ..store.layout import TensorSpec
@@ -155,7 +156,8 @@ def build_loop(config: EngineConfig) -> Any:
     return EngineLoop(
         lambda: load(config.model),
         open_store,
-        scheme=KVScheme.uniform(config.kv_bits),  # type: ignore[arg-type]
+        # 4 bits is the default, which a calibrated model refines.
+        scheme=scheme_for if config.kv_bits == 4 else KVScheme.uniform(config.kv_bits),  # type: ignore[arg-type]
         budget_bytes=config.budget_bytes or default_budget_bytes(),
         host=on_cpu,
         trace=Path(config.trace) if config.trace else None,

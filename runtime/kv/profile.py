@@ -1,0 +1,109 @@
+"""A model's KV profile: the scheme that calibration found best for it, on disk.
+
+Owns the profile's file, ``profiles/<fingerprint of the model>.json`` in the cache folder, and the choice
+of a scheme for a model. The scheme is part of the fingerprint of blocks, so another profile means other
+blocks: nothing stored by one scheme is ever read by another. Imports no MLX.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from offbook.bus.errors import InvalidRequest, OffbookError
+
+from ..models.cache import cache_root, disk_errors
+from .scheme import KVScheme
+
+FORMAT: Final = 1
+
+log = logging.getLogger("offbook.kv")
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was measured, and the scheme that follows from it.
+
+    Attributes:
+        model: the model's fingerprint (without a scheme). ref: what it was called, for people.
+        bytes_per_token: of an agent of 4,096 tokens, tail included.
+        perplexity_pct: increase of the perplexity over 16-bit KV, percent.
+        divergence: mean Kullback-Leibler divergence from the predictions with 16-bit KV, nats a token.
+        scored: tokens that were scored.
+    """
+
+    model: str
+    ref: str
+    scheme: KVScheme
+    bytes_per_token: float
+    perplexity_pct: float
+    divergence: float
+    scored: int
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise InvalidRequest(f"KV profile of format {self.format}; this version reads {FORMAT}")
+
+
+def profile_path(model: str) -> Path:
+    """Where the profile of the model with this fingerprint is, if it has one."""
+    return cache_root() / "profiles" / f"{model}.json"
+
+
+def save(profile: Profile) -> Path:
+    """Store the profile in place of an older one: a reader sees the one or the other.
+
+    Raises:
+        ModelError: the disk is full or may not be written.
+    """
+    path = profile_path(profile.model)
+    with disk_errors("storing the KV profile"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".tmp-{os.getpid()}")
+        try:
+            with temporary.open("wb") as handle:
+                handle.write(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
+                handle.flush()
+                os.fsync(handle.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return path
+
+
+def find(model: str) -> Profile | None:
+    """The stored profile of the model with this fingerprint.
+
+    One that cannot be read counts as none, and a warning says so: memory must come up all the same, and
+    the default scheme is right for any model.
+    """
+    path = profile_path(model)
+    try:
+        profile = msgspec.json.decode(path.read_bytes(), type=Profile)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError, OffbookError) as error:
+        log.warning("the KV profile %s cannot be used (%s); calibrate again or delete it", path, error)
+        return None
+    if profile.model != model:
+        log.warning("the KV profile %s is of another model (%s); it is not used", path, profile.model)
+        return None
+    return profile
+
+
+def forget(model: str) -> bool:
+    """Delete the model's profile; False if it had none."""
+    path = profile_path(model)
+    existed = path.exists()
+    path.unlink(missing_ok=True)
+    return existed
+
+
+def scheme_for(loaded: Any) -> KVScheme:
+    """The scheme for a ``LoadedModel``: its profile's, else the default."""
+    profile = find(loaded.fingerprint)
+    return profile.scheme if profile is not None else KVScheme()
