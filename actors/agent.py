@@ -15,7 +15,7 @@ from offbook.bus.errors import InvalidRequest
 
 from . import statements
 from .actor import Actor, spec_of
-from .lm import MemoryRef, SamplingParams, StateHandle
+from .lm import SamplingParams, StateHandle
 from .memory import AgentMemory, FullContext, fold
 from .records import Birth, Fork
 from .speech import Plan, Prompt, Reply, Speech, chat, check_sampling, parse_typed, perform
@@ -39,7 +39,9 @@ class Agent(Actor):
     async def on_context_full(self, full: FullContext) -> bytes:
         """Shorten a transcript that has outgrown the model's context; returns the token ids to keep.
 
-        The default keeps the persona and the most recent half. Raise ``full.error`` to refuse.
+        Override it to choose, or raise ``full.error`` to refuse. The default keeps the persona and the most
+        recent half; the engine does that itself, cutting between turns, and ``usage.truncated_tokens``
+        says how much was left out.
         """
         return full.keep_recent()
 
@@ -102,7 +104,7 @@ class Agent(Actor):
             ModelError: the reply does not decode as ``returns``.
         """
         turn = self._now_turn()
-        reply = await perform(self, turn, _plan(prompt, returns, options), None)
+        reply = await perform(self, turn, self._plan(prompt, returns, options), None)
         return reply if returns is None else parse_typed(reply, returns)
 
     def speak(
@@ -129,7 +131,7 @@ class Agent(Actor):
             "min_p": min_p, "repetition_penalty": repetition_penalty, "stop": stop, "seed": seed,
             "logprobs": logprobs, "priority": priority,
         }  # fmt: skip
-        return Speech(self, self._now_turn(), _plan(prompt, None, options))
+        return Speech(self, self._now_turn(), self._plan(prompt, None, options))
 
     async def observe(self, prompt: Prompt) -> None:
         """Add to the memory without answering. It is read together with the next prompt.
@@ -155,12 +157,7 @@ class Agent(Actor):
     async def locate(self) -> StateHandle:
         """Ask the engine where the memory is now."""
         turn, memory = self._now_turn(), self._memory()
-        reference = MemoryRef(
-            agent=self.id,
-            salt=memory.record.salt,
-            system=self.persona() or None,
-            transcript=memory.transcript,
-        )
+        reference = memory.reference(self.id, self.persona())
         return await turn.port.engine.locate(reference, seconds=turn.time_left(60.0))
 
     async def fork(self, key: str, **changes: Any) -> str:
@@ -188,9 +185,7 @@ class Agent(Actor):
             topics=spec.topics,
             ticks=tuple(spec.ticks.items()),
             first_turn=spec.has_first_turn,
-            memory=AgentMemory(
-                memory.transcript, msgspec.structs.replace(memory.record, handle=None)
-            ).packed(),
+            memory=memory.forked(self.id),
         )
         turn.forks.append(Fork(address, birth, memory.transcript))
         return address
@@ -227,21 +222,21 @@ class Agent(Actor):
         assert memory is not None, "the cell gives agents a memory"
         return memory
 
-
-def _plan(prompt: Prompt, returns: Any, options: dict[str, Any]) -> Plan:
-    messages = chat(prompt)
-    priority = options.pop("priority", 0)
-    stop = options.pop("stop", ())
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    try:
-        sampling = SamplingParams(stop=stop, **options)
-    except TypeError as exc:
-        raise InvalidRequest(f"say() has no such option: {exc}") from exc
-    check_sampling(sampling)
-    schema = None
-    if returns is not None:
+    def _plan(self, prompt: Prompt, returns: Any, options: dict[str, Any]) -> Plan:
+        messages = chat(prompt)
+        priority = options.pop("priority", 0)
+        stop = options.pop("stop", ())
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
         try:
-            schema = msgspec.json.schema(returns)
+            sampling = SamplingParams(stop=stop, **options)
         except TypeError as exc:
-            raise InvalidRequest(f"returns={returns!r} has no JSON schema: {exc}") from exc
-    return Plan(messages, sampling, schema, priority)
+            raise InvalidRequest(f"say() has no such option: {exc}") from exc
+        check_sampling(sampling)
+        schema = None
+        if returns is not None:
+            try:
+                schema = msgspec.json.schema(returns)
+            except TypeError as exc:
+                raise InvalidRequest(f"returns={returns!r} has no JSON schema: {exc}") from exc
+        own = type(self).on_context_full is not Agent.on_context_full
+        return Plan(messages, sampling, schema, priority, self.on_context_full if own else None)

@@ -86,12 +86,10 @@ class Instance:
         if self.memory is None or not self.memory.tokens or self.actor is None:
             return None
         try:
-            system = getattr(self.actor, "persona", str)() or None
+            persona = getattr(self.actor, "persona", str)()
         except Exception:  # the user's method; whoever needs the persona will see the error
             return None
-        return MemoryRef(
-            agent=self.id, salt=self.memory.record.salt, system=system, transcript=self.memory.transcript
-        )
+        return self.memory.reference(self.id, persona)
 
     async def dispatch(self, turn: Turn) -> Any:
         """Call what the message asks for."""

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Protocol
 import anyio
 import anyio.abc
 
-from offbook.bus.errors import BadMessage, ConnectionLost
+from offbook.bus.errors import BadMessage, OffbookError
 
 from . import topic_statements
-from .journal import Journal, JournalFailed
+from .journal import Journal
 from .quiet import Quiet
 from .records import Inbound, Mode
 
@@ -89,7 +89,7 @@ class Listener:
         while True:
             try:
                 await self._read(topic, active)
-            except (ConnectionLost, JournalFailed) as exc:
+            except OffbookError as exc:
                 log.info("topic %s: %s; following it again", topic, exc)
             await anyio.sleep(delay)
             delay = min(delay * 2, 2.0)

@@ -14,7 +14,7 @@ import msgspec
 
 from offbook.bus.errors import ContextTooLarge
 
-from .lm import ChatMessage, Generated, StateHandle
+from .lm import ChatMessage, Generated, MemoryRef, StateHandle
 from .records import Growth
 
 TOKEN_BYTES = 4
@@ -28,12 +28,14 @@ class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         pending: observed messages that the next call will read.
         handle: what the engine said last.
         salt: the tenant's salt.
+        origin: the agent that this one was forked from, until its own first call.
     """
 
     tokens: int = 0
     pending: tuple[ChatMessage, ...] = ()
     handle: StateHandle | None = None
     salt: str = ""
+    origin: str = ""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -101,7 +103,7 @@ class AgentMemory:
     def absorb(self, sent: bytes, generated: Generated) -> None:
         """Take over what a call read and said. ``sent`` is the transcript that the request carried."""
         self.set_transcript(sent[: generated.kept * TOKEN_BYTES] + generated.appended, generated.handle)
-        self.record = msgspec.structs.replace(self.record, pending=())
+        self.record = msgspec.structs.replace(self.record, pending=(), origin="")
 
     def set_transcript(self, transcript: bytes, handle: StateHandle | None) -> None:
         """Replace the transcript (``rewind``, ``forget``)."""
@@ -112,6 +114,20 @@ class AgentMemory:
         """Whose KV blocks may be shared with this agent's."""
         if salt != self.record.salt:
             self.record = msgspec.structs.replace(self.record, salt=salt)
+
+    def reference(self, agent: str, persona: str) -> MemoryRef:
+        """This memory for a request to the engine."""
+        return MemoryRef(
+            agent=agent,
+            salt=self.record.salt,
+            system=persona or None,
+            transcript=self.transcript,
+            origin=self.record.origin,
+        )
+
+    def forked(self, origin: str) -> bytes:
+        """The stored record of a copy."""
+        return _encode(msgspec.structs.replace(self.record, handle=None, origin=origin))
 
     def packed(self) -> bytes:
         """The stored form of the record."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ from .lm import (
     FinishReason,
     Generate,
     Generated,
-    MemoryRef,
     SamplingParams,
     StateHandle,
     Usage,
@@ -37,6 +36,8 @@ from .records import Mode
 if TYPE_CHECKING:
     from .agent import Agent
     from .turn import Turn
+
+Policy = Callable[[FullContext], Awaitable[bytes]]
 
 Prompt = str | ChatMessage | Iterable["ChatMessage | dict[str, str]"]
 
@@ -124,12 +125,13 @@ def _real(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """One call before it is made."""
+    """One call before it is made. ``policy`` is the agent's own one for full contexts, if it has one."""
 
     messages: tuple[ChatMessage, ...]
     sampling: SamplingParams
     json_schema: dict[str, Any] | None
     priority: int
+    policy: Policy | None
 
 
 async def perform(agent: Agent, turn: Turn, plan: Plan, emit: Emit | None) -> Reply:
@@ -147,16 +149,12 @@ async def perform(agent: Agent, turn: Turn, plan: Plan, emit: Emit | None) -> Re
             seed = int(derive_id("seed", turn.actor, turn.message.id, number)[:8], 16)
             sampling = msgspec.structs.replace(sampling, seed=seed)
         request = Generate(
-            memory=MemoryRef(
-                agent=turn.actor,
-                salt=memory.record.salt,
-                system=agent.persona() or None,
-                transcript=memory.transcript,
-            ),
+            memory=memory.reference(turn.actor, agent.persona()),
             messages=messages,
             sampling=sampling,
             json_schema=plan.json_schema,
             priority=plan.priority,
+            on_context_full="keep_recent" if plan.policy is None else "refuse",
         )
         body = encode(request)
         result = turn.finished_call(number, body)
@@ -165,7 +163,7 @@ async def perform(agent: Agent, turn: Turn, plan: Plan, emit: Emit | None) -> Re
             if emit is not None:
                 await emit(generated.text)
         else:
-            generated = await _generate(agent, turn, request, body, emit)
+            generated = await _generate(turn, plan, request, body, emit)
             await turn.keep_call(number, body, encode(generated))
         memory.absorb(request.memory.transcript, generated)
     return Reply(
@@ -173,8 +171,8 @@ async def perform(agent: Agent, turn: Turn, plan: Plan, emit: Emit | None) -> Re
     )
 
 
-async def _generate(agent: Agent, turn: Turn, request: Generate, body: bytes, emit: Emit | None) -> Generated:
-    """Send a request; when its context does not fit, let the agent's policy shorten it."""
+async def _generate(turn: Turn, plan: Plan, request: Generate, body: bytes, emit: Emit | None) -> Generated:
+    """Send a request; when its context does not fit, let the agent's own policy shorten it."""
     original = request.memory.transcript
     for _ in range(_SHORTENINGS):
         try:
@@ -188,6 +186,8 @@ async def _generate(agent: Agent, turn: Turn, request: Generate, body: bytes, em
             )
         except ContextTooLarge as exc:
             transcript = request.memory.transcript
+            if plan.policy is None or not transcript:
+                raise  # the engine's own policy could not help
             full = FullContext(
                 transcript=transcript,
                 limit=_count(exc, "limit"),
@@ -195,9 +195,7 @@ async def _generate(agent: Agent, turn: Turn, request: Generate, body: bytes, em
                 persona_tokens=min(_count(exc, "system_tokens"), len(transcript) // 4),
                 error=exc,
             )
-            if not transcript:
-                raise
-            shorter = await agent.on_context_full(full)
+            shorter = await plan.policy(full)
             if len(shorter) >= len(transcript) or len(shorter) % 4:
                 raise InvalidRequest("on_context_full must return a shorter run of whole token ids") from exc
             request = msgspec.structs.replace(

@@ -170,6 +170,12 @@ class FakeEngine:
         system = f"[system]{request.memory.system}" if request.memory.system else ""
         prompt = ("" if transcript else system) + render(request.messages)
         needed = (len(transcript) // 4) + len(prompt) + request.sampling.max_tokens
+        kept = len(transcript) // 4
+        if self.limit and needed > self.limit and transcript and request.on_context_full == "keep_recent":
+            kept = len(system)
+            half = (len(transcript) // 4 - kept) // 2
+            transcript = transcript[: kept * 4] + transcript[len(transcript) - half * 4 :]
+            needed = len(transcript) // 4 + len(prompt) + request.sampling.max_tokens
         if self.limit and needed > self.limit:
             raise ContextTooLarge(
                 f"{needed} tokens do not fit into {self.limit}",
@@ -179,13 +185,13 @@ class FakeEngine:
             )
         for word in words:
             await delivery.progress(Delta(word))
-        appended = tokens_of(prompt + text)
-        memory = msgspec.structs.replace(request.memory, transcript=transcript + appended)
+        appended = transcript[kept * 4 :] + tokens_of(prompt + text)
+        memory = msgspec.structs.replace(request.memory, transcript=transcript[: kept * 4] + appended)
         await delivery.reply(
             Generated(
                 text=text,
                 appended=appended,
-                kept=len(transcript) // 4,
+                kept=kept,
                 finish_reason="stop",
                 usage=Usage(
                     source="hot" if transcript else "cold",
@@ -193,6 +199,7 @@ class FakeEngine:
                     prefilled_tokens=len(prompt),
                     generated_tokens=len(text),
                     context_tokens=len(memory.transcript) // 4,
+                    truncated_tokens=(len(request.memory.transcript) - len(transcript)) // 4,
                 ),
                 handle=self.handle(memory),
             )
