@@ -7,6 +7,7 @@ spread shown is the middle half. OpenBLAS is loaded first when there is one, as 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -97,6 +98,12 @@ def show(title: str, calls: dict[str, Callable[[], object]]) -> None:
     sys.stdout.flush()
 
 
+def in_turn(calls: list[Callable[[], None]]) -> Callable[[], None]:
+    """One call after the other, as a step goes through its layers: each finds its memory cold."""
+    turn = itertools.cycle(calls)
+    return lambda: next(turn)()
+
+
 def with_threads(threads: int, call: Callable[[], None]) -> Callable[[], None]:
     def run() -> None:
         native.set_threads(threads)
@@ -167,7 +174,6 @@ def prefill_calls(case: Case, tokens: int) -> dict[str, Callable[[], object]]:
         for name in a
         if name.endswith(("scales", "biases"))
     }
-    mask = mx.array(np.arange(n + tokens)[None] <= n + np.arange(tokens)[:, None])
 
     def operations() -> None:
         ks = mx.dequantize(
@@ -179,7 +185,7 @@ def prefill_calls(case: Case, tokens: int) -> dict[str, Callable[[], object]]:
         ks = ks.transpose(1, 0, 3, 2).reshape(1, case.heads, -1, case.dk)[:, :, :n]
         vs = vs.transpose(1, 0, 2, 3).reshape(1, case.heads, -1, case.dv)[:, :, :n]
         ks, vs = mx.concatenate([ks, km], 2), mx.concatenate([vs, vm], 2)
-        mx.eval(mx.fast.scaled_dot_product_attention(qm, ks, vs, scale=case.dk**-0.5, mask=mask))
+        mx.eval(mx.fast.scaled_dot_product_attention(qm, ks, vs, scale=case.dk**-0.5, mask="causal"))
 
     tables = StepTables(case.blocks, [[]], [n], [n])
 
@@ -189,7 +195,7 @@ def prefill_calls(case: Case, tokens: int) -> dict[str, Callable[[], object]]:
             mx.concatenate([mx.array(keys)[None], km], 2),
             mx.concatenate([mx.array(values)[None], vm], 2),
         )
-        mx.eval(mx.fast.scaled_dot_product_attention(qm, ks, vs, scale=case.dk**-0.5, mask=mask))
+        mx.eval(mx.fast.scaled_dot_product_attention(qm, ks, vs, scale=case.dk**-0.5, mask="causal"))
 
     return {
         "native": lambda: case.layer.prefill(tables, 0, q, k, v, out),
@@ -215,6 +221,14 @@ def main() -> None:
         }
         show(f"decode, {rows} rows of {tokens}, 3 KV heads, 9 query heads, width 64", calls)
         native.set_threads(threads)
+    layers = [Case(3, 3, 64, 64, 4096, 1) for _ in range(60)]
+    cold = in_turn([layer.decode for layer in layers])
+    show(
+        "decode, 1 row of 4096, 60 layers in turn (48 MB of packed KV: from memory, not from caches)",
+        {"native": with_threads(threads, cold), "native, one thread": with_threads(1, cold)},
+    )
+    native.set_threads(threads)
+    del layers, cold
     case = Case(3, 3, 64, 64, 4096, 1)
     sets: dict[str, Callable[[], object]] = {}
     for name in ("avx512", "avx2", "plain"):
@@ -235,7 +249,7 @@ def main() -> None:
     case = Case(3, 3, 64, 64, 4096, 1)
     dequantise: dict[str, Callable[[], object]] = {"native": lambda: case.layer.dequantise(case.tables, 0)}
     show("dequantise 4096 tokens", dequantise)
-    for tokens in (2, 8, 32, 128, 512):
+    for tokens in (2, 8, 32, 128, 512, 1024):
         show(
             f"prefill of {tokens} behind 4032 sealed tokens, 3 KV heads, 9 query heads",
             prefill_calls(case, tokens),

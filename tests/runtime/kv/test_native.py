@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from offbook.runtime.kv import native
+from offbook.runtime.kv import native, native_library
 from offbook.runtime.kv.native import LayerHandle, StepTables
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.unavailable_reason()))
@@ -293,6 +293,12 @@ def test_unwritten_memory_does_not_leak_into_results(every_set: str) -> None:
     run_decode(pool, rows)
 
 
+def test_a_tail_may_have_any_number_of_pages() -> None:
+    """A scheme may keep more than 128 tokens at 16 bits."""
+    rows = Rows([700], [[]], [list(range(11))], [0], [150])
+    run_decode(Pool(Shape(), slots=1, pages=11), rows)
+
+
 def test_sinks_take_their_share() -> None:
     rows, slots, pages = lay_out([300, 5])
     run_decode(Pool(Shape(), slots, pages), rows, sinks=np.linspace(-2, 6, 6, dtype=np.float32))
@@ -330,14 +336,21 @@ def test_strided_arguments_are_read_where_they_are() -> None:
 # ---- prefill
 
 
-def run_prefill(pool: Pool, history: int, tokens: int, window: int | None = None, seed: int = 5) -> None:
+def run_prefill(
+    pool: Pool,
+    history: int,
+    tokens: int,
+    window: int | None = None,
+    sinks: Array | None = None,
+    seed: int = 5,
+) -> None:
     s, rng = pool.shape, np.random.default_rng(seed)
     rows, _, _ = lay_out([history], [max(0, history - window + 1) if window else 0])
     q = rng.standard_normal((tokens, s.heads * s.rep, s.dk), np.float32)
     k = rng.standard_normal((tokens, s.heads, s.dk), np.float32)
     v = None if s.latent else rng.standard_normal((tokens, s.heads, s.dv), np.float32)
     before = {name: tensor.copy() for name, tensor in pool.tensors.items()}
-    got = pool.layer.prefill(rows.tables(), 0, q, k, v, window=window)
+    got = pool.layer.prefill(rows.tables(), 0, q, k, v, window=window, sinks=sinks)
     for name, tensor in before.items():
         np.testing.assert_array_equal(tensor, pool.tensors[name], err_msg="a prefill writes nothing")
     keys, values = pool.history(rows.blocks[0], rows.pages[0], rows.sealed[0], history)
@@ -345,7 +358,8 @@ def run_prefill(pool: Pool, history: int, tokens: int, window: int | None = None
     values = np.concatenate([values, (k[..., : s.dv] if v is None else v).swapaxes(0, 1)], 1)
     query, key = history + np.arange(tokens)[:, None], np.arange(history + tokens)
     mask = (key <= query) & (key > query - (window or len(key)))
-    close(got, attention(q.swapaxes(0, 1), keys, values, s.dk**-0.5, softcap=s.softcap, mask=mask))
+    q, scale = q.swapaxes(0, 1), s.dk**-0.5
+    close(got, attention(q, keys, values, scale, softcap=s.softcap, sinks=sinks, mask=mask))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -362,6 +376,26 @@ LENGTHS = [(0, 1), (0, 65), (1, 2), (64, 63), (128, 300), (256, 1), (700, 7), (2
 def test_prefill_of_any_length_behind_any_history(history: int, tokens: int, window: int | None) -> None:
     _, slots, pages = lay_out([history])
     run_prefill(Pool(Shape(), slots, pages), history, tokens, window)
+
+
+def test_prefill_with_sinks() -> None:
+    _, slots, pages = lay_out([300])
+    run_prefill(Pool(Shape(), slots, pages), 300, 20, sinks=np.linspace(-2, 6, 6, dtype=np.float32))
+
+
+def test_a_prefilled_token_has_the_same_bits_on_any_number_of_threads() -> None:
+    rows, slots, pages = lay_out([1000])
+    pool, rng = Pool(Shape(), slots, pages), np.random.default_rng(8)
+    q, k, v = (rng.standard_normal((150, heads, 64), np.float32) for heads in (6, 2, 2))
+    results = []
+    try:
+        for threads in (1, 2, 5):
+            native.set_threads(threads)
+            results.append(pool.layer.prefill(rows.tables(), 0, q, k, v))
+    finally:
+        native.set_threads(native.default_threads())
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
 
 
 # ---- sealing and dequantising
@@ -492,3 +526,18 @@ def test_wrong_shapes_and_slots_are_refused_before_any_memory_is_touched() -> No
         LayerHandle(query_heads=6, heads=2, key_width=64, value_width=64, tensors=short)
     with pytest.raises(ValueError, match="out of range"):
         pool.layer.seal([0], [slots], [0])
+
+
+def test_a_missing_kernel_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_library, "_library", None)
+    monkeypatch.setattr(native_library, "_reason", None)
+    monkeypatch.setenv("OFFBOOK_NATIVE", "0")
+    assert not native.available()
+    assert "OFFBOOK_NATIVE" in str(native.unavailable_reason())
+    pool = np.zeros((1, 1, BLOCK, 64), np.uint16)
+    with pytest.raises(native.NativeUnavailable, match="OFFBOOK_NATIVE"):
+        LayerHandle(query_heads=1, heads=1, key_width=64, value_width=64, tensors={"k.raw": pool})
+    monkeypatch.setattr(native_library, "_reason", None)
+    monkeypatch.delenv("OFFBOOK_NATIVE")
+    monkeypatch.setattr(native_library.importlib.util, "find_spec", lambda name: None)
+    assert "compiler" in str(native.unavailable_reason())
