@@ -36,6 +36,9 @@ from .stage import Stage
 if TYPE_CHECKING:
     from offbook.bus.delivery import Delivery
 
+_STORING = 1024
+"""Messages on their way into the journal; above, the bus keeps further ones and their senders wait."""
+
 _ATTACH_TRIES = 8
 """A repeated question may find its first copy gone from the inbox just now; looking again settles it."""
 
@@ -66,12 +69,15 @@ class Ingress:
         self._quiet = quiet
         self._storing: deque[tuple[asyncio.Future[Accepted], Delivery, Inbound, ActorSpec]] = deque()
         self._queued = anyio.Event()
+        self._progress = anyio.Event()
         self._on_the_way: Counter[str] = Counter()
 
     async def admit(self, delivery: Delivery) -> None:
         """Refuse a delivery, or start storing it."""
         if self._port.control(delivery):
             return
+        while len(self._storing) >= _STORING:
+            await self._progress.wait()
         try:
             spec = self._check(delivery)
         except OffbookError as exc:
@@ -156,6 +162,8 @@ class Ingress:
                     if not self._on_the_way[message.actor]:
                         del self._on_the_way[message.actor]
                     self._quiet.give()
+                    self._progress.set()
+                    self._progress = anyio.Event()
 
     async def _stored(
         self, accepted: Accepted, delivery: Delivery, message: Inbound, spec: ActorSpec

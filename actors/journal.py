@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import anyio
 import anyio.to_thread
 
 from offbook.bus.errors import InvalidRequest, OffbookError
@@ -111,7 +112,8 @@ class Journal:
             return
         thread, self._thread = self._thread, None
         self._queue.put(None)
-        await anyio.to_thread.run_sync(thread.join)
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(thread.join)
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1

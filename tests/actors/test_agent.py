@@ -387,6 +387,8 @@ async def test_fork_rewind_and_forget(tmp_path: Path) -> None:
         whole = await stored_transcript(host, "poet/p")
         assert await stored_transcript(host, "poet/q") == whole
         await host.ask("poet/q", Ask("other way"))
+        await host.ask("poet/q", Ask("further"))
+        assert [request.memory.origin for request in engine.requests[-2:]] == ["poet/p", ""]
         assert await stored_transcript(host, "poet/p") == whole
 
         await host.ask("poet/p", Call("rewind", [1]))
