@@ -53,10 +53,15 @@ def bundled_openblas() -> Path:
     return found[0]
 
 
+def installed() -> Path | None:
+    """The forwarder that was compiled when offbook was installed, if it was."""
+    spec = importlib.util.find_spec("offbook.runtime.models._blas_shim")
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None
+
+
 def _compiled() -> Path:
-    installed = importlib.util.find_spec("offbook.runtime.models._blas_shim")
-    if installed is not None and installed.origin is not None:
-        return Path(installed.origin)
+    if (ready := installed()) is not None:
+        return ready
     key = hashlib.sha256(_SOURCE.read_bytes() + platform.machine().encode()).hexdigest()[:16]
     target = cache_root() / "blas" / f"shim-{key}.so"
     if target.exists():

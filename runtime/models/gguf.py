@@ -99,7 +99,7 @@ def convert(path: Path, folder: Path, *, source: str, progress: Progress = no_pr
         {"bos_token_id": vocabulary.bos_id, "eos_token_id": vocabulary.eos_ids},
     )
     _write_weights(file, plan, folder / "model.safetensors", exact, progress)
-    sizes = {entry.name: entry.stat().st_size for entry in sorted(folder.iterdir())}
+    sizes = {entry.name: entry.stat().st_size for entry in sorted(folder.iterdir()) if entry.is_file()}
     _write_json(folder / _MANIFEST, {"converter": CONVERTER_VERSION, "source": source, "sizes": sizes})
 
 

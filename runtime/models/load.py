@@ -7,6 +7,7 @@ are 10 to 50 times slower there.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ from offbook.runtime.models.resolve import resolve
 
 if TYPE_CHECKING:
     import mlx.core as mx
+
+# At import: whoever imports this is about to import MLX, and after that it is too late (25 times slower).
+preload_blas()
 
 PLAIN_TEMPLATE = (
     "{% if bos_token and add_bos %}{{ bos_token }}{% endif %}"
@@ -85,11 +89,17 @@ def load(
         ModelError: it cannot be fetched, verified, converted or loaded; the message says why.
     """
     path = resolve(ref, progress=progress)
-    preload_blas()
     import mlx.core as mx
 
     if device is None:
         device = "gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu"
+    if device == "cpu" and preload_blas().source == "late":
+        warnings.warn(
+            "MLX computes with its own BLAS, about 25 times slower than OpenBLAS, because mlx.core was "
+            "imported first: import offbook.runtime.models.load (or call preload_blas()) before mlx.core",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     (progress or no_progress)("load", 0, 0)
     with mx.stream(mx.cpu if device == "cpu" else mx.gpu):
         model, config = _load_weights(path)
@@ -99,6 +109,7 @@ def load(
 
             model = to_latent(model)
         _evaluate_everything(model)
+    limit = context_limit(config)
     tokenizer = _load_tokenizer(path, config)
     has_template = bool(tokenizer.has_chat_template)
     if not has_template:
@@ -117,7 +128,7 @@ def load(
             path, config=config, chat_template=str(tokenizer.chat_template or ""), dtype=dtype
         ),
         ref=ref,
-        context_limit=context_limit(config),
+        context_limit=limit,
         eos_token_ids=frozenset(tokenizer.eos_token_ids),
         has_chat_template=has_template,
         dtype=dtype,
@@ -149,12 +160,12 @@ def _load_weights(path: Path) -> tuple[Any, dict[str, Any]]:
 
     try:
         model, config = load_model(path, lazy=True)
-    except (ValueError, KeyError, TypeError, AssertionError) as exc:
-        raise ModelError(f"the model at {path} does not load: {exc}") from exc
     except FileNotFoundError as exc:
         raise ModelError(f"the model at {path} is incomplete: {exc}") from exc
     except RuntimeError as exc:  # how MLX reports an unreadable safetensors file
         raise ModelError(f"the weights at {path} cannot be read (truncated or damaged?): {exc}") from exc
+    except Exception as exc:  # the model's own code raises whatever it likes on a strange configuration
+        raise ModelError(f"the model at {path} does not load: {exc}") from exc
     return model, config
 
 
@@ -181,7 +192,6 @@ def _dequantise(model: Any) -> None:
     from mlx.utils import tree_unflatten
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-    plain: list[tuple[str, Any]] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.QuantizedLinear):
             cls: Any = nn.Linear
@@ -202,10 +212,9 @@ def _dequantise(model: Any) -> None:
         layer.weight = weight.astype(mx.float32)
         if "bias" in module:
             layer.bias = module.bias
-        mx.eval(layer.parameters())  # one layer at a time: the packed and the plain model never coexist
-        plain.append((name, layer))
-    if plain:
-        model.update_modules(tree_unflatten(plain))
+        mx.eval(layer.parameters())
+        # One layer at a time: the packed and the plain model never lie in memory together.
+        model.update_modules(tree_unflatten([(name, layer)]))
 
 
 def _evaluate_everything(model: Any) -> None:
@@ -237,7 +246,7 @@ def _load_tokenizer(path: Path, config: dict[str, Any]) -> Any:
 
     try:
         return load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
-    except (ValueError, OSError, KeyError, TypeError) as exc:
+    except Exception as exc:  # third parties' parsers raise whatever they like
         raise ModelError(f"the tokenizer at {path} does not load: {exc}") from exc
 
 

@@ -42,9 +42,9 @@ def resolve(ref: str, *, progress: Progress | None = None) -> Path:
     if kind == "hf":
         return _from_hub(ref, rest)
     folder = Path(ref).expanduser()
-    if folder.is_dir():
+    if ref.strip() and folder.is_dir():
         return _checked(folder)
-    if folder.is_file():
+    if ref.strip() and folder.is_file():
         hint = f"; for a GGUF file write 'gguf:{ref}'" if folder.suffix == ".gguf" else ""
         raise UnknownModel(f"{ref} is a file, not a model folder{hint}")
     if _HUB_ID.match(ref) and not ref.startswith((".", "/", "~")):

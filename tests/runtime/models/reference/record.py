@@ -62,7 +62,10 @@ TEXTS = [
     "▁ the SentencePiece mark ▁▁ itself Ġ",
 ]
 
-CHAT = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+CHAT = (
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
 PROMPTS = {
     "smollm2": [
         CHAT.format("What is the capital of France?"),
