@@ -34,6 +34,7 @@ from offbook.runtime.kv.scheme import KVScheme  # noqa: E402
 from offbook.runtime.kv.spec import ModelCacheSpec  # noqa: E402
 from offbook.runtime.kv.table import AgentTable  # noqa: E402
 from offbook.runtime.models.deepseek_v2 import to_latent  # noqa: E402
+from offbook.runtime.models.load import _evaluate_everything  # noqa: E402
 from offbook.runtime.store import BlockStore, TensorSpec  # noqa: E402
 
 VOCABULARY = 128
@@ -151,7 +152,8 @@ def tiny() -> Callable[..., nn.Module]:
         if key not in made:
             mx.random.seed(11)
             model = _llama(**changes) if changes else MAKERS[name]()
-            mx.eval(model.parameters())
+            # Some arrays are no parameters (rotary frequencies); any thread may be the next to use them.
+            _evaluate_everything(model)
             made[key] = model
         return made[key]
 

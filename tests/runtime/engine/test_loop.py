@@ -1,0 +1,665 @@
+"""The engine's loop: who is served when, that everything is given back, and that failures stay alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from offbook.actors.lm import SamplingParams
+from offbook.bus.errors import Cancelled, ContextTooLarge, DeadlineExceeded, EngineBusy, EngineFailed
+
+Engine = Callable[..., Any]
+
+
+def tokens(reply: Any, prompt: Any) -> list[int]:
+    """The generated ids of a reply to ``prompt``, of which the engine was told nothing before."""
+    return np.frombuffer(reply.appended, "<u4")[len(prompt) :].tolist()
+
+
+def alone(engine: Engine, prompt: Any, architecture: str = "llama", **options: Any) -> list[int]:
+    """What a fresh engine generates for ``prompt`` by itself."""
+    return tokens(engine(architecture).run("alone", prompt, **options), prompt)
+
+
+# ---- a turn
+
+
+def test_a_turn_appends_its_prompt_and_what_was_generated(engine: Engine, ids: Any) -> None:
+    prompt = ids(40)
+    reply = engine().run("a", prompt, max_tokens=5)
+    appended = np.frombuffer(reply.appended, "<u4")
+    assert np.array_equal(appended[:40], prompt)
+    assert len(appended) == 45
+    assert (reply.finish_reason, reply.usage.generated_tokens, reply.usage.context_tokens) == (
+        "length",
+        5,
+        45,
+    )
+
+
+def test_the_streamed_pieces_are_the_text(engine: Engine, ids: Any) -> None:
+    turn = engine().start("a", ids(40), max_tokens=30)
+    reply = turn.wait()
+    assert "".join(turn.pieces) == reply.text
+
+
+def test_usage_says_where_the_memory_came_from(engine: Engine, ids: Any, tmp_path: Path) -> None:
+    one, text = engine("llama", tmp_path), ids(600)
+    usages = [one.run("a", text[:500], max_tokens=1).usage, one.run("a", text[:550], max_tokens=1).usage]
+    one.evict("a")
+    usages.append(one.run("a", text[:600], max_tokens=1).usage)
+    assert [(u.source, u.reused_tokens, u.prefilled_tokens) for u in usages] == [
+        ("cold", 0, 500),
+        ("hot", 500, 50),
+        ("warm", 550, 50),
+    ]
+
+
+def test_the_end_of_a_turn_stops_it_and_is_kept(engine: Engine, ids: Any) -> None:
+    one, prompt = engine(), ids(40)
+    first = tokens(one.run("a", prompt, max_tokens=6), prompt)
+    stopping = engine(eos_token_ids=frozenset({first[2]}))
+    reply = stopping.run("a", prompt, max_tokens=6, ignore_end=False)
+    end = first.index(first[2]) + 1
+    assert reply.finish_reason == "stop"
+    assert tokens(reply, prompt) == first[:end]
+
+
+# ---- batching
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma-96", "lfm2", "latent"])
+def test_turns_of_any_length_together_say_what_each_says_alone(
+    architecture: str, engine: Engine, ids: Any
+) -> None:
+    one = engine(architecture)
+    prompts = [ids(length, length) for length in (3, 30, 90, 97, 200, 700)]
+    turns = [one.job(f"a{i}", prompt, max_tokens=4 + i) for i, prompt in enumerate(prompts)]
+    one.submit(*turns)
+    got = [tokens(turn.wait(), prompt) for turn, prompt in zip(turns, prompts, strict=True)]
+    two = engine(architecture)
+    for i, prompt in enumerate(prompts):
+        assert got[i] == tokens(two.run("alone", prompt, max_tokens=4 + i), prompt), f"{len(prompt)} tokens"
+    assert one.counters["decode_rows"] > one.counters["decode_steps"]
+
+
+def test_reading_ahead_in_the_same_batch_does_not_mix_up_the_rows(engine: Engine, ids: Any) -> None:
+    one, prompt = engine(), ids(40, 1)
+    reading = one.job("reader", ids(30, 2), observe=True)
+    speaking = one.job("speaker", prompt, max_tokens=4, priority=-1)
+    one.submit(reading, speaking)
+    reading.wait()
+    assert tokens(speaking.wait(), prompt) == alone(engine, prompt, max_tokens=4)
+
+
+def test_what_was_read_ahead_is_hot(engine: Engine, ids: Any) -> None:
+    one, text = engine(), ids(120)
+    assert one.observe("a", text[:100], kept=20).tokens == 80
+    usage = one.run("a", text, max_tokens=1).usage
+    assert (usage.source, usage.reused_tokens) == ("hot", 100)
+
+
+def test_new_work_is_admitted_while_others_decode(engine: Engine, gate: Any, ids: Any) -> None:
+    one = engine()
+    held = gate(one, "decode")
+    long = one.start("long", ids(40), max_tokens=40)
+    held.wait()
+    short = one.start("short", ids(40, 2), max_tokens=2)
+    held.open()
+    short.wait()
+    long.wait()
+    assert short.order < long.order
+
+
+def test_two_turns_of_one_agent_are_served_one_after_the_other_as_they_came(
+    engine: Engine, gate: Any, ids: Any
+) -> None:
+    one = engine()
+    held = gate(one, "prefill")
+    other = one.start("other", ids(20, 3))
+    held.wait()
+    text = ids(80)
+    first = one.job("a", text[:50], max_tokens=3)
+    second = one.job("a", text, max_tokens=3, priority=5, deadline=time.monotonic() + 100)
+    one.submit(first, second)
+    held.open()
+    replies = [turn.wait() for turn in (first, second, other)]
+    assert first.order < second.order
+    assert replies[1].usage.source == "hot"
+    assert tokens(replies[1], text) == alone(engine, text, max_tokens=3)
+
+
+def test_the_next_turn_of_an_agent_begins_as_soon_as_the_last_has_ended(
+    engine: Engine, ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No idle wait in between: the loop never blocks while a queued turn could begin."""
+    one = engine()
+    waits: list[int] = []
+    drain = one.loop._drain
+
+    def watched(*, block: bool) -> None:
+        if block and one.loop.scheduler.queue:
+            waits.append(len(one.loop.scheduler.queue))
+        drain(block=block)
+
+    monkeypatch.setattr(one.loop, "_drain", watched)
+    turns = [one.job("a", ids(20), max_tokens=2) for _ in range(4)]
+    one.submit(*turns)
+    for turn in turns:
+        turn.wait()
+    assert waits == []
+
+
+def test_a_turn_with_higher_priority_goes_first(engine: Engine, gate: Any, ids: Any) -> None:
+    one = engine()
+    held = gate(one, "prefill")
+    blocker = one.start("blocker", ids(600, 9), max_tokens=1)
+    held.wait()
+    low = one.job("low", ids(600, 1), max_tokens=1)
+    high = one.job("high", ids(600, 2), max_tokens=1, priority=1)
+    one.submit(low, high)
+    held.open()
+    for turn in (blocker, low, high):
+        turn.wait()
+    assert high.order < low.order
+
+
+# ---- sampling
+
+
+def test_a_seed_gives_the_same_words_whatever_the_neighbours(engine: Engine, ids: Any) -> None:
+    prompt = ids(40)
+    sampling = SamplingParams(max_tokens=12, temperature=1.0, seed=7)
+    one = engine()
+    expected = tokens(one.run("a", prompt, sampling=sampling), prompt)
+    mine = one.job("b", prompt, sampling=sampling)
+    others = [
+        one.job(f"o{i}", ids(20 + i, i), sampling=SamplingParams(max_tokens=20, temperature=1.5, seed=i))
+        for i in range(3)
+    ]
+    one.submit(*others, mine)
+    assert tokens(mine.wait(), prompt) == expected
+    for other in others:
+        other.wait()
+
+
+def test_turns_without_a_seed_differ(engine: Engine, ids: Any) -> None:
+    one, prompt = engine(), ids(40)
+    sampling = SamplingParams(max_tokens=24, temperature=2.0)
+    assert len({one.run(f"a{i}", prompt, sampling=sampling).text for i in range(4)}) > 1
+
+
+def test_a_stop_string_split_over_tokens_never_reaches_the_stream(engine: Engine, ids: Any) -> None:
+    one, prompt = engine(), ids(40)
+    sampling = SamplingParams(max_tokens=60, temperature=1.0, seed=3)
+    text = one.run("a", prompt, sampling=sampling).text
+    stop = text[20:24]
+    turn = one.start(
+        "b", prompt, sampling=SamplingParams(max_tokens=60, temperature=1.0, seed=3, stop=(stop, "never"))
+    )
+    reply = turn.wait()
+    assert reply.finish_reason == "stop"
+    assert reply.text == text[: text.index(stop)]
+    assert "".join(turn.pieces) == reply.text
+
+
+def test_logprobs_come_with_every_token(engine: Engine, ids: Any) -> None:
+    reply = engine().run("a", ids(40), sampling=SamplingParams(max_tokens=3, logprobs=4))
+    assert [len(tops) for tops in reply.logprobs] == [4, 4, 4]
+    assert all(list(tops.values()) == sorted(tops.values(), reverse=True) for tops in reply.logprobs)
+
+
+# ---- cancelled, late, too much
+
+
+def idle(one: Any) -> bool:
+    return bool(one.call(lambda: one.loop.scheduler.idle))
+
+
+def cancel(one: Any, turn: Any) -> None:
+    one.loop.post(lambda: one.loop.cancel(turn.job))
+
+
+def test_a_turn_cancelled_in_the_queue_never_begins(engine: Engine, ids: Any) -> None:
+    one = engine()
+    turn = one.job("a", ids(40))
+    one.call(lambda: (one.loop.submit(turn.job), one.loop.cancel(turn.job)))
+    with pytest.raises(Cancelled):
+        turn.wait()
+    assert idle(one)
+    assert one.used() == (0, 0)
+
+
+def test_a_turn_cancelled_while_it_loads_gives_its_slots_back(
+    engine: Engine, ids: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, text = engine("llama", tmp_path), ids(620)
+    one.run("a", text[:600], max_tokens=1)
+    one.evict("a")
+    load = one.loop.store.load_tail
+    pending: list[Any] = []
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        done = load(*args, **kwargs)
+        later = type(done)()
+        pending.append((done, later))
+        return later
+
+    monkeypatch.setattr(one.loop.store, "load_tail", slow)
+    turn = one.start("a", text)
+    while not pending:
+        one.call(lambda: None)
+    cancel(one, turn)
+    with pytest.raises(Cancelled):
+        turn.wait()
+    assert idle(one)
+    done, later = pending[0]
+    later.set_result(done.result(30))
+    one.call(lambda: None)
+    assert one.used() == (0, 0)
+    monkeypatch.undo()
+    assert one.run("a", text, max_tokens=1).usage.source == "warm"
+
+
+@pytest.mark.parametrize("step", ["prefill", "decode"])
+def test_a_turn_cancelled_at_work_is_over_within_a_step(
+    engine: Engine, gate: Any, ids: Any, step: str
+) -> None:
+    one, prompt = engine(), ids(1500)
+    held = gate(one, step)
+    turn = one.start("a", prompt, max_tokens=50)
+    held.wait()
+    held.step()
+    held.wait()
+    cancel(one, turn)
+    held.open()
+    with pytest.raises(Cancelled):
+        turn.wait()
+    assert idle(one)
+    one.evict("a")
+    assert one.used() == (0, 0)
+
+
+def test_a_cancelled_turn_leaves_nothing_of_itself_in_the_next(engine: Engine, ids: Any) -> None:
+    one, text = engine(), ids(300)
+    one.run("a", text[:200], max_tokens=1)
+    turn = one.start("a", text, max_tokens=400)
+    turn.first_piece()
+    cancel(one, turn)
+    with pytest.raises(Cancelled):
+        turn.wait()
+    other = np.concatenate([text[:250], ids(20, 5)])
+    assert tokens(one.run("a", other, max_tokens=4), other) == alone(engine, other, max_tokens=4)
+
+
+def test_cancelling_at_the_last_token_is_harmless(engine: Engine, ids: Any) -> None:
+    one = engine()
+    turn = one.start("a", ids(20), max_tokens=1)
+    assert turn.wait().finish_reason == "length"
+    cancel(one, turn)
+    assert idle(one)
+    assert one.run("a", ids(30), max_tokens=1).usage.generated_tokens == 1
+
+
+def test_a_passed_deadline_ends_a_turn_in_the_queue_and_at_work(engine: Engine, gate: Any, ids: Any) -> None:
+    one = engine()
+    held = gate(one, "decode")
+    working = one.start("a", ids(40), max_tokens=50)
+    held.wait()
+    queued = one.start("b", ids(40, 2), deadline=time.monotonic() - 1)
+    one.loop.post(lambda: setattr(working.job, "deadline", 0.0))
+    held.open()
+    for turn in (queued, working):
+        with pytest.raises(DeadlineExceeded):
+            turn.wait()
+    assert idle(one)
+
+
+def test_a_full_queue_refuses_at_once(
+    engine: Engine, gate: Any, ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offbook.runtime.engine.scheduler.MAX_QUEUE", 3)
+    one = engine()
+    held = gate(one, "prefill")
+    turns = [one.job(f"a{i}", ids(20, i), max_tokens=1) for i in range(5)]
+    one.submit(*turns)
+    refused = [turn for turn in turns[3:]]
+    for turn in refused:
+        with pytest.raises(EngineBusy, match="3 turns wait"):
+            turn.wait()
+    held.open()
+    for turn in turns[:3]:
+        turn.wait()
+
+
+def test_a_turn_that_can_never_fit_is_refused_at_once_and_evicts_nobody(engine: Engine, ids: Any) -> None:
+    one = engine("llama", slots=4, pages=12)
+    one.run("small", ids(100), max_tokens=1)
+    with pytest.raises(ContextTooLarge, match=r"1153|at most"):
+        one.run("large", ids(1200), max_tokens=300)
+    assert one.run("small", ids(100), max_tokens=1).usage.source == "hot"
+
+
+def test_a_budget_that_leaves_nothing_is_refused_with_what_it_takes(engine: Engine) -> None:
+    with pytest.raises(ContextTooLarge, match="give at least"):
+        engine(budget=96 << 20)
+
+
+# ---- failures stay alone
+
+
+def test_a_row_whose_forward_fails_fails_alone(
+    engine: Engine, ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine()
+    prompts = {name: ids(40, i) for i, name in enumerate(("x", "bad", "y"))}
+    decode = one.loop.batch.decode
+    calls: list[int] = []
+
+    def failing(tables: Any, row_tokens: Any) -> Any:
+        calls.append(len(tables))
+        if len(calls) > 4 and any(table.agent == "bad" for table in tables):
+            raise RuntimeError("no such expert")
+        return decode(tables, row_tokens)
+
+    monkeypatch.setattr(one.loop.batch, "decode", failing)
+    turns = {name: one.job(name, prompt, max_tokens=12) for name, prompt in prompts.items()}
+    one.submit(*turns.values())
+    with pytest.raises(EngineFailed, match=r"bad.*no such expert"):
+        turns["bad"].wait()
+    for name in ("x", "y"):
+        assert tokens(turns[name].wait(), prompts[name]) == alone(engine, prompts[name], max_tokens=12)
+    monkeypatch.undo()
+    got = one.run("bad", prompts["bad"], max_tokens=12)
+    assert tokens(got, prompts["bad"]) == alone(engine, prompts["bad"], max_tokens=12)
+
+
+def test_a_prefill_that_fails_for_one_fails_for_one(
+    engine: Engine, ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine()
+    prompts = {name: ids(40, i) for i, name in enumerate(("x", "bad", "y"))}
+    prefill = one.loop.batch.prefill
+
+    def failing(tables: Any, chunks: Any, *, logits: bool) -> Any:
+        if any(table.agent == "bad" for table in tables):
+            raise RuntimeError("no such expert")
+        return prefill(tables, chunks, logits=logits)
+
+    monkeypatch.setattr(one.loop.batch, "prefill", failing)
+    turns = {name: one.job(name, prompt, max_tokens=4) for name, prompt in prompts.items()}
+    one.submit(*turns.values())
+    with pytest.raises(EngineFailed):
+        turns["bad"].wait()
+    for name in ("x", "y"):
+        assert tokens(turns[name].wait(), prompts[name]) == alone(engine, prompts[name], max_tokens=4)
+
+
+def test_a_row_that_cannot_draw_fails_alone_and_costs_the_others_nothing(engine: Engine, ids: Any) -> None:
+    """The step has been taken when drawing fails: nobody's token may be read twice."""
+    one = engine()
+    prompts = {name: ids(40, i) for i, name in enumerate(("x", "bad", "y"))}
+    turns = {
+        name: one.job(name, prompt, sampling=SamplingParams(max_tokens=12, temperature=0.5, seed=1))
+        for name, prompt in prompts.items()
+    }
+    sampler = turns["bad"].job.sampler
+    draw = sampler.draw
+
+    def failing(logits: Any, history: Any) -> int:
+        if len(turns["bad"].job.generated) == 4:
+            raise ValueError("impossible value")
+        return int(draw(logits, history))
+
+    sampler.draw = failing
+    one.submit(*turns.values())
+    with pytest.raises(EngineFailed, match="impossible value"):
+        turns["bad"].wait()
+    sampling = SamplingParams(max_tokens=12, temperature=0.5, seed=1)
+    for name in ("x", "y"):
+        got = tokens(turns[name].wait(), prompts[name])
+        assert got == alone(engine, prompts[name], sampling=sampling)
+
+
+def test_an_action_that_raises_does_not_end_the_engine(engine: Engine, ids: Any) -> None:
+    one = engine()
+
+    def broken() -> None:
+        raise RuntimeError("not mine")
+
+    one.loop.post(broken)
+    assert one.run("a", ids(20), max_tokens=1).usage.generated_tokens == 1
+    assert one.counters["failed_actions"] == 1
+
+
+def test_a_failing_turn_of_the_loop_ends_its_jobs_and_the_engine_goes_on(
+    engine: Engine, ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine()
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("a bug in planning")
+
+    monkeypatch.setattr(one.loop.memory, "plan", broken)
+    with pytest.raises(EngineFailed, match="a bug in planning"):
+        one.run("a", ids(20))
+    monkeypatch.undo()
+    assert one.run("a", ids(20), max_tokens=1).usage.generated_tokens == 1
+    assert not one.loop.died
+
+
+def test_an_engine_that_cannot_go_on_says_so(
+    engine: Engine, ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine()
+
+    def broken() -> None:
+        raise RuntimeError("for ever")
+
+    monkeypatch.setattr(one.loop, "_expire", broken)
+    one.start("a", ids(20))
+    one.loop._done.result(60)
+    assert one.loop.died
+
+
+# ---- memory comes and goes
+
+
+def test_agents_that_take_turns_in_a_small_pool_say_what_they_say_in_a_large_one(
+    engine: Engine, ids: Any, tmp_path: Path
+) -> None:
+    small, large = engine("gemma-300", tmp_path, slots=12, pages=9), None
+    texts = [ids(900, seed) for seed in range(5)]
+    got: list[list[int]] = []
+    sources: set[str] = set()
+    for length in (500, 700, 900):
+        for i, text in enumerate(texts):
+            reply = small.run(f"a{i}", text[:length], max_tokens=4)
+            got.append(tokens(reply, text[:length]))
+            sources.add(reply.usage.source)
+    assert sources == {"cold", "warm"}
+    assert small.counters["evictions"] >= 10
+    large = engine("gemma-300", slots=60, pages=40)
+    for length in (500, 700, 900):
+        for i, text in enumerate(texts):
+            assert tokens(large.run(f"a{i}", text[:length], max_tokens=4), text[:length]) == got.pop(0)
+
+
+def test_an_agent_asked_for_right_after_its_eviction_is_warm(
+    engine: Engine, ids: Any, tmp_path: Path
+) -> None:
+    """Its tail is on its way to the disk at that moment; the turn waits for it and not for a prefill."""
+    one, text = engine("llama", tmp_path), ids(420)
+    for length in range(400, 408):
+        one.run("a", text[:length], max_tokens=1)
+        one.evict("a", wait=False)
+    assert one.run("a", text, max_tokens=1).usage.reused_tokens == 407
+
+
+def test_a_fork_that_does_not_fit_beside_its_origin_is_served_all_the_same(
+    engine: Engine, ids: Any, tmp_path: Path
+) -> None:
+    one, text = engine("llama", tmp_path, slots=6, pages=6), ids(1100)
+    one.run("origin", text[:1050], max_tokens=1)
+    reply = one.run("fork", text, max_tokens=2, origin="origin")
+    assert (reply.usage.source, reply.usage.reused_tokens) == ("warm", 1050)
+    assert len(tokens(reply, text)) == 2
+
+
+def test_idle_agents_that_share_their_blocks_make_room_together(engine: Engine, ids: Any) -> None:
+    """None of them frees a slot by leaving alone."""
+    one, text = engine("llama", slots=4, pages=12), ids(1000)
+    one.run("a", text[:900], max_tokens=1)
+    one.run("b", text[:905], max_tokens=1)  # shares all full blocks with a
+    other = ids(900, 3)
+    assert tokens(one.run("c", other, max_tokens=2), other) == alone(engine, other, max_tokens=2)
+
+
+def test_an_agent_cut_back_into_a_shared_block_in_a_full_pool_is_served(engine: Engine, ids: Any) -> None:
+    one, text = engine("llama", slots=4, pages=12), ids(1130)
+    one.run("a", text[:1100], max_tokens=1)
+    one.run("b", text[:1110], max_tokens=1)
+    other = np.concatenate([text[:600], ids(400, 3)])
+    got = tokens(one.run("b", other, max_tokens=2), other)
+    assert len(got) == 2
+    one.call(one.loop.pool.check)
+
+
+def test_a_prefetched_agent_is_hot_when_its_message_comes(engine: Engine, ids: Any, tmp_path: Path) -> None:
+    one, text = engine("llama", tmp_path), ids(620)
+    one.run("a", text[:600], max_tokens=1)
+    one.evict("a")
+    one.call(lambda: one.loop.prefetch(("a", ""), text[:600]))
+    while one.call(lambda: one.loop.memory.loading):
+        time.sleep(0.002)
+    assert one.counters["prefetches"] == 1
+    usage = one.run("a", text, max_tokens=1).usage
+    assert (usage.source, usage.reused_tokens) == ("hot", 600)
+
+
+def test_a_corrupt_block_is_one_miss_and_the_right_answer(engine: Engine, ids: Any, tmp_path: Path) -> None:
+    one, text, other = engine("llama", tmp_path), ids(620), ids(620, 2)
+    one.run("a", text[:600], max_tokens=1)
+    one.run("b", other[:600], max_tokens=1)
+    name = one.call(lambda: one.loop.memory.tables["a", ""].chain[0])
+    one.evict()
+    for group in one.loop.pool.groups:
+        one.call(group.forget_content)
+    [path] = (tmp_path / "blocks").rglob(f"{name.hex()}*")
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+    reply = one.run("a", text, max_tokens=4)
+    assert reply.usage.source == "cold"
+    assert tokens(reply, text) == alone(engine, text, max_tokens=4)
+    assert one.counters["load_failures"] == 1
+    assert one.run("b", other, max_tokens=1).usage.source == "warm"
+
+
+def test_hundreds_of_short_turns_with_aborts_leave_memory_where_it_was(engine: Engine, ids: Any) -> None:
+    one = engine("llama", slots=16, pages=24)
+
+    def round_of(seed: int) -> None:
+        turns = [one.job(f"t{seed}-{i}", ids(5 + i % 40, seed * 100 + i), max_tokens=4) for i in range(50)]
+        one.submit(*turns)
+        for turn in turns[::3]:
+            cancel(one, turn)
+        for i, turn in enumerate(turns):
+            if i % 3:
+                turn.wait()
+            else:
+                with pytest.raises(Cancelled):
+                    turn.wait()
+
+    round_of(0)
+    one.evict()
+    flat = one.call(mx.get_active_memory)
+    for seed in range(1, 8):
+        round_of(seed)
+    one.evict()
+    assert one.used() == (0, 0)
+    assert one.call(mx.get_active_memory) <= flat + (1 << 20)
+
+
+def test_a_change_of_the_budget_keeps_every_agent(engine: Engine, ids: Any, tmp_path: Path) -> None:
+    one, texts = engine("llama", tmp_path, budget=112 << 20), [ids(420, seed) for seed in range(3)]
+    before = one.stats.pool_bytes
+    for i, text in enumerate(texts):
+        one.run(f"a{i}", text[:400], max_tokens=1)
+    for budget, larger in ((104 << 20, False), (120 << 20, True)):
+        one.loop.resize(budget).result(60)
+        assert (one.stats.pool_bytes > before) is larger
+        assert one.stats.budget_bytes == budget
+    for i, text in enumerate(texts):
+        usage = one.run(f"a{i}", text, max_tokens=1).usage
+        assert (usage.source, usage.reused_tokens) == ("warm", 400)
+
+
+def test_a_budget_too_small_is_refused_and_the_old_one_stays(
+    engine: Engine, ids: Any, tmp_path: Path
+) -> None:
+    one, text = engine("llama", tmp_path), ids(420)
+    one.run("a", text[:400], max_tokens=1)
+    with pytest.raises(ContextTooLarge):
+        one.loop.resize(90 << 20).result(60)
+    assert one.run("a", text, max_tokens=1).usage.source == "warm"
+
+
+def test_accounted_and_real_bytes_agree(engine: Engine, ids: Any) -> None:
+    one = engine("latent")
+    one.run("a", ids(600), max_tokens=1)
+    stats = one.stats
+    assert stats.pool_bytes == one.loop.arrays.nbytes
+    assert stats.pool_used_bytes == stats.agents[0].resident_bytes
+    assert stats.used_bytes >= stats.pool_bytes
+
+
+def test_everything_is_on_disk_after_a_clean_end(engine: Engine, ids: Any, tmp_path: Path) -> None:
+    one, text = engine("llama", tmp_path), ids(620)
+    one.run("a", text[:600], max_tokens=1)
+    one.stop()
+    usage = engine("llama", tmp_path).run("a", text, max_tokens=1).usage
+    assert (usage.source, usage.reused_tokens) == ("warm", 600)
+
+
+def test_stopping_ends_turns_at_work_with_an_error_that_asks_for_another_try(
+    engine: Engine, gate: Any, ids: Any
+) -> None:
+    one = engine()
+    held = gate(one, "decode")
+    turn = one.start("a", ids(40), max_tokens=50)
+    held.wait()
+    done = one.loop.stop()
+    held.open()
+    with pytest.raises(EngineFailed, match="shutting down"):
+        turn.wait()
+    done.result(60)
+
+
+def test_a_forgotten_agent_is_cold(engine: Engine, ids: Any, tmp_path: Path) -> None:
+    one, text = engine("llama", tmp_path), ids(620)
+    one.run("a", text[:600], max_tokens=1)
+    one.call(lambda: one.loop.forget_agent("a"))
+    one.loop.store.flush(30)
+    for group in one.loop.pool.groups:
+        one.call(group.forget_content)
+    assert one.run("a", text, max_tokens=1).usage.source == "cold"
+
+
+def test_locating_says_hot_warm_and_cold(engine: Engine, ids: Any, tmp_path: Path) -> None:
+    one, text = engine("llama", tmp_path), ids(600)
+    one.run("a", text, max_tokens=1)
+
+    def where(agent: str, salt: str = "") -> str:
+        return str(one.call(lambda: one.loop.locate((agent, salt), text)).where)
+
+    assert where("a") == "hot"
+    one.evict("a")
+    assert where("a") == "warm"
+    assert where("a", "another tenant") == "cold"
