@@ -21,7 +21,7 @@ from offbook.bus.address import parse_address
 from offbook.bus.errors import InvalidRequest
 
 from .clock import Seconds, seconds
-from .message import Request, T, derive_id, names, reply_type, tag_of
+from .message import Request, T, check_type, derive_id, names, reply_type, tag_of
 from .state import StateSchema
 from .supervision import Supervision
 
@@ -124,7 +124,8 @@ class Actor:
         _check_reserved(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_") and name not in spec_of(type(self)).schema.names:
+        own = name.startswith("_") or isinstance(getattr(type(self), name, None), property)
+        if not own and name not in spec_of(type(self)).schema.names:
             raise AttributeError(
                 f"{type(self).__name__} has no state field {name!r}: annotate it in the class to store it, "
                 f"or start its name with an underscore if it may be lost"
@@ -255,7 +256,13 @@ def _hints(cls: type, owner: Any) -> dict[str, Any]:
     for base in reversed(cls.__mro__):
         local |= base.__dict__.get("_locals") or {}
         local[base.__name__] = base
-    return get_type_hints(owner, localns=local)
+    try:
+        return get_type_hints(owner, localns=local)
+    except NameError as exc:
+        raise TypeError(
+            f"{cls.__name__}: an annotation refers to {exc.name!r}, which is not known at run time; "
+            f"import it outside of TYPE_CHECKING"
+        ) from exc
 
 
 def _state_fields(cls: type[Actor]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -312,7 +319,13 @@ def spec_of(cls: type[Actor]) -> ActorSpec:
                 tag = tag_of(message)
                 if tag in handlers:
                     raise TypeError(f"{cls.__name__}: {handlers[tag].name} and {name} both take {tag!r}")
-                handlers[tag] = Handler(name, message, reply_type(message))
+                reply = reply_type(message)
+                try:
+                    check_type(message)
+                    check_type(reply)
+                except TypeError as exc:
+                    raise TypeError(f"{cls.__name__}.{name}: {tag!r} cannot be sent: {exc}") from exc
+                handlers[tag] = Handler(name, message, reply)
         period = getattr(method, "__offbook_every__", None)
         if period is not None:
             if not inspect.iscoroutinefunction(method) or len(inspect.signature(method).parameters) != 1:

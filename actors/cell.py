@@ -258,7 +258,7 @@ class Cell:
             return False
         if verdict is Verdict.RETRY:
             self.state = "retrying"
-            await anyio.sleep(policy.delay(message.tries))
+            await anyio.sleep(policy.delay(message.tries, error))
             self.state = "running"
             return True
         return False

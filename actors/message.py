@@ -85,6 +85,16 @@ def _decoder(cls: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(cls)
 
 
+def check_type(cls: Any) -> None:
+    """Refuse a type that no body can decode to.
+
+    Raises:
+        TypeError: says what in it is not supported.
+    """
+    if cls is not Any:
+        _decoder(cls)
+
+
 def decode(body: bytes, cls: Any, *, tag: str = "") -> Any:
     """A message of class ``cls`` from its bytes.
 

@@ -15,18 +15,28 @@ from enum import Enum
 
 from offbook.bus.errors import (
     ActorFailed,
+    ConnectionLost,
     ContextTooLarge,
     CycleError,
     DeadlineExceeded,
     EngineBusy,
+    EngineFailed,
     InvalidRequest,
+    MailboxFull,
     ModelError,
+    NoSuchActor,
     OffbookError,
     StateNotLoadable,
     StateNotStorable,
     UnknownModel,
     to_wire,
 )
+
+_NOT_READY = (ConnectionLost, DeadlineExceeded, EngineFailed, MailboxFull, NoSuchActor)
+"""Errors that the state of other parts causes, and time may mend."""
+
+_OTHERS = 20
+"""How much longer to wait for others than for oneself: a process starts within some seconds."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +57,10 @@ class Supervision:
     intensity: int = 30
     period: float = 60.0
 
-    def delay(self, tries: int) -> float:
-        """Seconds to wait after the ``tries``-th failed try."""
-        return float(min(self.backoff * 2 ** (tries - 1), self.backoff_max))
+    def delay(self, tries: int, error: BaseException) -> float:
+        """Seconds to wait after the ``tries``-th failed try; longer if somebody else was not ready."""
+        first = self.backoff * (_OTHERS if isinstance(error, _NOT_READY) else 1)
+        return float(min(first * 2 ** (tries - 1), self.backoff_max))
 
 
 class Verdict(Enum):

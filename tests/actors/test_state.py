@@ -261,6 +261,44 @@ def test_a_handler_must_be_async_and_take_a_message() -> None:
             spec_of(cls)
 
 
+def test_an_annotation_that_is_not_known_at_run_time_is_named() -> None:
+    class Lost(Actor):
+        field: Nowhere  # type: ignore[name-defined]  # noqa: F821
+
+    with pytest.raises(TypeError, match="'Nowhere', which is not known at run time"):
+        spec_of(Lost)
+
+
+def test_a_message_that_no_body_decodes_to_is_refused() -> None:
+    class Odd(Message):
+        either: list[int] | set[str]
+
+    class Taker(Actor):
+        @on
+        async def take(self, msg: Odd) -> None: ...
+
+    with pytest.raises(TypeError, match=r"Taker\.take: 'Odd' cannot be sent"):
+        spec_of(Taker)
+
+
+def test_properties_may_be_set() -> None:
+    class Tank(Actor):
+        litres: float = 0.0
+
+        @property
+        def gallons(self) -> float:
+            return self.litres / 4.5
+
+        @gallons.setter
+        def gallons(self, value: float) -> None:
+            self.litres = value * 4.5
+
+    spec = spec_of(Tank)
+    tank: Any = make(spec, "tank/t", 0, spec.schema.load(spec.schema.initial({}), 1, "tank/t"))
+    tank.gallons = 2
+    assert tank.litres == 9.0
+
+
 def test_messages_and_handlers_may_be_local_to_a_function() -> None:
     class Local(Message):
         text: str
