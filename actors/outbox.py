@@ -22,7 +22,6 @@ from offbook.bus.errors import (
     BadMessage,
     InvalidAddress,
     InvalidRequest,
-    MailboxFull,
     MessageTooLarge,
     NoSuchActor,
     OffbookError,
@@ -143,7 +142,8 @@ class Outbox:
             try:
                 await self._send(row)
             except OffbookError as exc:
-                if self._gives_up(row, exc, time.monotonic() - start) and await self._bury(row, exc, tries):
+                waited = time.monotonic() - start
+                if await self._gives_up(row, exc, waited) and await self._bury(row, exc, tries):
                     return
                 log.debug("%s to %s waits: %s", row.sender, row.target, exc)
             else:
@@ -170,13 +170,21 @@ class Outbox:
                 traceparent=row.traceparent,
             )
 
-    def _gives_up(self, row: Outgoing, exc: OffbookError, waited: float) -> bool:
+    async def _gives_up(self, row: Outgoing, exc: OffbookError, waited: float) -> bool:
         if isinstance(exc, _NEVER):
             return True
-        if isinstance(exc, (MailboxFull, JournalFailed)):
+        if not isinstance(exc, NoSuchActor):
             return False
         # A host that knows the kind says so for good; the broker only says that nobody serves it now.
-        return isinstance(exc, NoSuchActor) and ("host" in exc.details or waited > _PATIENCE)
+        if "host" in exc.details:
+            return True
+        if waited <= _PATIENCE:
+            return False
+        # An actor of this journal exists, and its class is yet to be registered.
+        try:
+            return not await self._journal.do("exists", lambda db: statements.exists(db, row.target))
+        except JournalFailed:
+            return False
 
     async def _bury(self, row: Outgoing, exc: OffbookError, tries: int) -> bool:
         """Give a message up; False if the journal cannot note that now."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import anyio
+import pytest
 
 from offbook.actors import Actor, Message, Request, every, on
 from offbook.actors.control import ActorPage, HostInfo, HostStatus, ListActors
@@ -119,6 +120,37 @@ async def test_a_message_that_comes_while_an_actor_leaves_is_not_lost(tmp_path: 
             go_on.set()
         await host.idle()
         assert (await stored_state(host, "slow/s"))["hits"] == 2
+
+
+async def test_a_sent_message_waits_for_an_actor_whose_class_is_registered_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Relay(Actor):
+        @on
+        async def note(self, msg: Note) -> None:
+            await self.tell(msg.text, Note("for you"))
+
+    class Target(Actor):
+        notes: list[str] = []
+
+        @on
+        async def note(self, msg: Note) -> None:
+            self.notes.append(msg.text)
+
+    monkeypatch.setattr("offbook.actors.outbox._PATIENCE", 0.0)
+    async with team(tmp_path, engine=False) as (host, _):
+        await host.spawn(Target, "t")
+    async with team(tmp_path, engine=False) as (host, _):
+        await host.register(Relay)
+        await host.tell("relay/r", Note("target/t"))
+        await host.tell("relay/r", Note("target/never"))
+        while not await host.dead_letters():
+            await anyio.sleep(0.005)
+        await host.register(Target)
+        await host.idle()
+        assert (await stored_state(host, "target/t"))["notes"] == ["for you"]
+        (letter,) = await host.dead_letters()
+        assert letter.actor == "target/never"
 
 
 async def test_recovered_turns_wait_for_kinds_that_are_registered_later(tmp_path: Path) -> None:
