@@ -218,8 +218,8 @@ def _dequantise(model: Any) -> None:
 
 
 def _evaluate_everything(model: Any) -> None:
-    """Evaluate all arrays the model holds, those that are no parameters too (RoPE frequencies): an array
-    that is still a promise belongs to the thread that made it."""
+    """Evaluate all arrays the model holds, module by module, those that are no parameters too (RoPE
+    frequencies): an array that is still a promise belongs to the thread that made it."""
     import mlx.core as mx
 
     for module in model.modules():
@@ -229,8 +229,12 @@ def _evaluate_everything(model: Any) -> None:
 
 
 def _arrays(value: Any) -> Iterator[mx.array]:
+    """The arrays in nested containers; a module among them speaks for itself."""
     import mlx.core as mx
+    import mlx.nn as nn
 
+    if isinstance(value, nn.Module):
+        return
     if isinstance(value, mx.array):
         yield value
     elif isinstance(value, dict):
@@ -245,7 +249,9 @@ def _load_tokenizer(path: Path, config: dict[str, Any]) -> Any:
     from mlx_lm.utils import load_tokenizer
 
     try:
-        return load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+        # Without an answer transformers would ask on the terminal whether to run a model's own code.
+        extra = {"trust_remote_code": False}
+        return load_tokenizer(path, extra, eos_token_ids=config.get("eos_token_id"))
     except Exception as exc:  # third parties' parsers raise whatever they like
         raise ModelError(f"the tokenizer at {path} does not load: {exc}") from exc
 

@@ -78,14 +78,18 @@ def _checked(folder: Path) -> Path:
 def _from_gguf(path: Path, progress: Progress) -> Path:
     """The converted folder of a GGUF file, named by the file's contents so that a moved file is not
     converted again and a replaced one is."""
+    if not path.is_file():
+        raise ModelError(f"there is no GGUF file at {path}")
+    folder = models_dir() / f"gguf-{sampled_hash(path)}-v{gguf.CONVERTER_VERSION}"
+    if gguf.is_complete(folder):
+        return folder
     file = gguf.read(path)  # refuses what is not GGUF before anything is written
-    name = f"gguf-{sampled_hash(path)}-v{gguf.CONVERTER_VERSION}"
 
     def build(target: Path) -> None:
         require_space(target.parent, gguf.folder_bytes(file), f"converting {path.name}")
         gguf.convert(path, target, source=f"gguf:{path.resolve()}", progress=progress)
 
-    return build_once(models_dir() / name, gguf.is_complete, build, progress)
+    return build_once(folder, gguf.is_complete, build, progress)
 
 
 def _from_hub(ref: str, name: str) -> Path:
