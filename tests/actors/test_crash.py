@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
@@ -16,6 +18,8 @@ import pytest
 from offbook.actors import Actor, Agent, Message, Request, VirtualClock, on
 from offbook.actors.lm import Generate
 from offbook.actors.testing import stored_state, stored_transcript, team
+from offbook.bus import connect
+from offbook.bus.errors import ConnectionLost, NoSuchActor
 
 STEPS = 2
 
@@ -210,3 +214,63 @@ def test_a_finished_language_model_call_is_not_made_again(tmp_path: Path) -> Non
     assert child(tmp_path, fault) == -signal.SIGKILL
     assert child(tmp_path, None) == 0
     check(tmp_path, crashes=0)
+
+
+async def serve(folder: Path, fault: Callable[[str], None] | None) -> None:
+    """Host the ledger until killed."""
+    async with team(folder, engine=False, fault=fault) as (host, _):
+        await host.register(Ledger)
+        await anyio.sleep_forever()
+
+
+@contextmanager
+def hosted(folder: Path, fault: Callable[[str], None]) -> Iterator[None]:
+    """A process hosts the ledger; when the fault kills it, it is started again, without a fault."""
+    read, write = os.pipe()
+    supervisor = os.fork()
+    if supervisor == 0:
+        os.close(write)
+        faults: list[Callable[[str], None] | None] = [fault, None]
+        worker = 0
+        while faults:
+            worker = os.fork()
+            if worker == 0:
+                anyio.run(serve, folder, faults[0])
+                os._exit(1)
+            faults.pop(0)
+            while os.waitpid(worker, os.WNOHANG)[0] == 0:
+                if select.select([read], [], [], 0.005)[0]:  # the test is over
+                    os.kill(worker, signal.SIGKILL)
+                    os.waitpid(worker, 0)
+                    os._exit(0)
+        os._exit(1)
+    os.close(read)
+    try:
+        yield
+    finally:
+        os.close(write)
+        assert os.waitpid(supervisor, 0)[1] == 0
+
+
+def test_an_outside_question_repeated_over_crashes_has_one_effect(tmp_path: Path) -> None:
+    answers: list[int] = []
+
+    async def ask(number: int) -> None:
+        """What a careful client does: the same question, under the same id, until it is answered."""
+        while True:
+            try:
+                async with connect(f"ipc://{tmp_path}/team.sock", timeout=2) as bus:
+                    answers.append(await bus.ask("ledger/x", Take(number), id=f"question {number}"))
+                    return
+            except (ConnectionLost, NoSuchActor):
+                await anyio.sleep(0.005)
+
+    async def look() -> None:
+        async with team(tmp_path, engine=False) as (host, _):
+            assert (await stored_state(host, "ledger/x"))["taken"] == list(range(len(answers)))
+
+    for number in range(12):
+        with hosted(tmp_path, kill_at(8 + 3 * number)):
+            anyio.run(ask, number)
+    assert answers == list(range(1, 13))
+    anyio.run(look)
