@@ -17,7 +17,7 @@ except ImportError as exc:  # pragma: no cover - the bare install has no command
     raise SystemExit(f"the command line needs more packages ({exc}): pip install 'offbook[cpu]'") from exc
 
 from offbook.bus.errors import OffbookError
-from offbook.runtime import cli_machine, cli_team
+from offbook.runtime import cli_calibrate, cli_machine, cli_team
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -50,6 +50,7 @@ def options(
 
 cli_team.add_to(app)
 cli_machine.add_to(app)
+cli_calibrate.add_to(app)
 
 
 def main() -> None:

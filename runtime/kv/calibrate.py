@@ -31,6 +31,7 @@ from .cache import BatchQuantizedKVCache, Step
 from .kernel import NativeAttention, supported
 from .pool import BlockPool
 from .probe import derive, make_caches
+from .profile import check_target
 from .scheme import BLOCK, GROUP, KVScheme, LayerScheme
 from .spec import ModelCacheSpec, value_group
 from .table import AgentTable, Ids
@@ -185,7 +186,8 @@ def contexts(
     Raises:
         InvalidRequest: the text is too short for one context.
     """
-    ids = np.array(tokenizer.encode(text, add_special_tokens=False), np.uint32)
+    # "verbose" is about a text longer than the model's limit, which is cut below.
+    ids = np.array(tokenizer.encode(text, add_special_tokens=False, verbose=False), np.uint32)
     if len(ids) < length:
         raise InvalidRequest(f"a text of {len(ids)} tokens holds no context of {length}; give a longer one")
     stride = max(length, (len(ids) - length) // max(1, count))
@@ -237,11 +239,7 @@ def target_bytes(
     Raises:
         InvalidRequest: both are given, one is not a positive number, or nothing is that small.
     """
-    if per_token is not None and ratio is not None:
-        raise InvalidRequest("give either bytes per token or a ratio to 16-bit KV, not both")
-    for name, value in (("bytes per token", per_token), ("ratio to 16-bit KV", ratio)):
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise InvalidRequest(f"{name} {value}: give a number above 0")
+    check_target(per_token, ratio)
     full = spec.fp16_bytes(TYPICAL) / TYPICAL
     least = min(bytes_per_token(spec, scheme) for scheme in every_scheme(spec))
     if per_token is None:

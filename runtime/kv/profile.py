@@ -8,6 +8,7 @@ blocks: nothing stored by one scheme is ever read by another. Imports no MLX.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Any, Final
@@ -47,6 +48,19 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         if self.format != FORMAT:
             raise InvalidRequest(f"KV profile of format {self.format}; this version reads {FORMAT}")
+
+
+def check_target(per_token: float | None, ratio: float | None) -> None:
+    """Refuse byte targets that cannot be meant, before any work.
+
+    Raises:
+        InvalidRequest: both are given, or one is not a number above 0.
+    """
+    if per_token is not None and ratio is not None:
+        raise InvalidRequest("give either bytes per token or a ratio to 16-bit KV, not both")
+    for name, value in (("bytes per token", per_token), ("ratio to 16-bit KV", ratio)):
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise InvalidRequest(f"{name} {value}: give a number above 0")
 
 
 def profile_path(model: str) -> Path:
