@@ -22,7 +22,6 @@ from offbook.bus.body import encode_body
 from offbook.bus.curve import KeyPair, arm_client, check_key, client_keys
 from offbook.bus.envelope import MAX_CHAIN, Envelope, Kind, new_id
 from offbook.bus.errors import (
-    ConnectionLost,
     CycleError,
     DeadlineExceeded,
     InvalidRequest,
@@ -236,27 +235,25 @@ class Bus:
         name, data = encode_body(body, type)
         deadline = time.time() + _check_timeout(timeout)
         publication = new_id() if id is None else _check_id(id)
-        while True:
-            envelope = Envelope(
-                kind=Kind.PUBLISH,
-                id=new_id(),
-                to=topic,
-                sender=self._sender if sender is None else sender,
-                correlation=publication,
-                deadline=deadline,
-                traceparent=traceparent,
-                type=name,
+
+        def make() -> Request:
+            return Request(
+                Envelope(
+                    kind=Kind.PUBLISH,
+                    id=new_id(),
+                    to=topic,
+                    sender=self._sender if sender is None else sender,
+                    correlation=publication,
+                    deadline=deadline,
+                    traceparent=traceparent,
+                    type=name,
+                ),
+                data,
             )
-            request = Request(envelope, data)
-            try:
-                await self._exchange.exchange(request)
-                request.result(None)
-            except ConnectionLost:
-                if self._exchange.closed or time.time() >= deadline:
-                    raise
-                continue
-            assert request.reply is not None
-            return request.reply.seq
+
+        request = await self._exchange.persist(make)
+        assert request.reply is not None
+        return request.reply.seq
 
     def subscribe(self, topic: str, *, after: int | None = None) -> Subscription:
         """Read a topic's events, from now on or, with ``after``, all retained ones beyond that number.
@@ -283,14 +280,7 @@ class Bus:
             ProtocolError: another peer serves it already.
         """
         parse_pattern(pattern)
-        request = Request(
-            Envelope(
-                kind=Kind.SERVE, id=new_id(), to=pattern, deadline=time.time() + _check_timeout(timeout)
-            ),
-            b"",
-        )
-        await self._exchange.exchange(request)
-        request.result(None)
+        await self._register(Kind.SERVE, pattern, timeout)
         if pattern not in self._exchange.patterns:
             self._exchange.patterns.append(pattern)
 
@@ -298,14 +288,13 @@ class Bus:
         """Stop receiving for ``pattern``; what was delivered already is still to be answered."""
         if pattern in self._exchange.patterns:
             self._exchange.patterns.remove(pattern)
-        request = Request(
-            Envelope(
-                kind=Kind.UNSERVE, id=new_id(), to=pattern, deadline=time.time() + _check_timeout(timeout)
-            ),
-            b"",
+        await self._register(Kind.UNSERVE, pattern, timeout)
+
+    async def _register(self, kind: Kind, pattern: str, timeout: float) -> None:
+        deadline = time.time() + _check_timeout(timeout)
+        await self._exchange.persist(
+            lambda: Request(Envelope(kind=kind, id=new_id(), to=pattern, deadline=deadline), b"")
         )
-        await self._exchange.exchange(request)
-        request.result(None)
 
     def deliveries(self) -> Deliveries:
         """An iterator over what arrives for the served patterns; ends when the client is closed.

@@ -130,7 +130,8 @@ class Exchange:
             request = Request(Envelope(kind=Kind.SERVE, id=new_id(), to=pattern), b"")
             self._post_request(link, request)
         for subscription in self._subscriptions.values():
-            self._post_subscribe(link, subscription)
+            if subscription.active:  # others are about to be sent by whoever waits for them
+                self._post_request(link, Request(self._subscribe_envelope(subscription), b""))
         for gate in self._gates.values():
             gate.reset(*self._window)
         self._credit = Returns()
@@ -170,6 +171,22 @@ class Exchange:
             await self.within_deadline(request, self._send_and_wait(request))
         finally:
             self.forget(request)
+
+    async def persist(self, make: Callable[[], Request]) -> Request:
+        """Exchange a request that may be repeated until it is answered; ``make`` gives it each time.
+
+        Raises:
+            ConnectionLost: the last of its connections was lost, and its deadline has passed.
+        """
+        while True:
+            request = make()
+            try:
+                await self.exchange(request)
+                request.result(None)
+                return request
+            except ConnectionLost:
+                if self.closed or time.time() >= request.envelope.deadline:
+                    raise
 
     async def _send_and_wait(self, request: Request) -> None:
         await self.send(request)
@@ -251,12 +268,9 @@ class Exchange:
     async def start_subscription(self, subscription: Subscription) -> None:
         """Make it active; it stays so across connections."""
         deadline = time.time() + SUBSCRIBE_TIMEOUT
-        envelope = self._subscribe_envelope(subscription, deadline)
-        request = Request(envelope, b"")
         self._subscriptions[subscription.id] = subscription
         try:
-            await self.exchange(request)
-            request.result(None)
+            await self.persist(lambda: Request(self._subscribe_envelope(subscription, deadline), b""))
         except BaseException:
             self.end_subscription(subscription)
             raise
@@ -269,10 +283,6 @@ class Exchange:
             seq=subscription.position,
             deadline=deadline,
         )
-
-    def _post_subscribe(self, link: Link, subscription: Subscription) -> None:
-        if subscription.id not in self._requests:
-            self._post_request(link, Request(self._subscribe_envelope(subscription), b""))
 
     def end_subscription(self, subscription: Subscription) -> None:
         """End it here and at the broker."""
@@ -320,7 +330,11 @@ class Exchange:
     def _on_answer(self, envelope: Envelope, body: bytes) -> None:
         request = self._requests.pop(envelope.correlation, None)
         if request is None:
-            self.late_replies += 1
+            failed = self._subscriptions.pop(envelope.correlation, None)
+            if failed is None:
+                self.late_replies += 1
+            else:  # its store failed in mid-course
+                failed.close(from_wire(body))
             return
         kind = request.envelope.kind
         error = from_wire(body) if envelope.kind is Kind.FAIL else None

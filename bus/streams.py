@@ -86,6 +86,7 @@ class Subscription:
 
     Attributes:
         topic: its name.
+        active: the broker has confirmed it.
         position: sequence number of the last event received.
         missed: events that were no longer retained when this subscription came to them.
     """
@@ -98,6 +99,7 @@ class Subscription:
         self.id = id
         self.topic = topic
         self.position = -1 if after is None else after
+        self.active = False
         self.missed = 0
 
     async def __aenter__(self) -> Subscription:
@@ -124,6 +126,7 @@ class Subscription:
 
     def started(self, seq: int) -> None:
         """The broker activated it at position ``seq``."""
+        self.active = True
         self.position = seq
 
     def add(self, envelope: Envelope, body: bytes) -> None:

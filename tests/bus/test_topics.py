@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbook.bus import Broker, Bus, MemoryTopicStore, Record, Subscription, connect
+from offbook.bus import Broker, Bus, Event, MemoryTopicStore, Record, Subscription, connect
 from offbook.bus.errors import InvalidRequest, RemoteError
 
 
@@ -118,9 +118,15 @@ async def test_a_subscription_ends_with_its_block(endpoint: str) -> None:
 
 
 class FailingStore(MemoryTopicStore):
-    """A store on a full disk."""
+    """A store on a full disk, and one that may not be readable."""
 
     full = True
+    unreadable = False
+
+    async def read(self, topic: str, after: int, limit: int) -> list[Event]:
+        if self.unreadable:
+            raise OSError("input/output error")
+        return await super().read(topic, after, limit)
 
     async def append(self, topic: str, records: Sequence[Record]) -> list[int]:
         if self.full:
@@ -179,3 +185,49 @@ async def test_subscribing_twice_under_one_id_is_refused(endpoint: str) -> None:
         again.id = events.id
         with pytest.raises(InvalidRequest, match="active already"):
             await again.__aenter__()
+
+
+async def test_a_store_that_cannot_be_read_ends_the_subscription_with_its_error(endpoint: str) -> None:
+    store = FailingStore()
+    store.full = False
+    async with Broker(endpoint, topic_store=store), connect(endpoint) as bus:
+        await fill(bus, "t", range(1500))  # the first ones are no longer at hand
+        store.unreadable = True
+        async with bus.subscribe("t", after=0) as events:
+            with pytest.raises(RemoteError, match="input/output error"):
+                await read(events, 1)
+        async with bus.subscribe("t", after=1490) as events:
+            assert len(await read(events, 10)) == 10
+
+
+async def test_subscribing_and_serving_wait_for_a_broker_that_is_away(endpoint: str, kit: Any) -> None:
+    first = anyio.CancelScope()
+
+    async def run(scope: anyio.CancelScope) -> None:
+        with scope:
+            await Broker(endpoint).run()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run, first)
+        async with connect(endpoint) as bus:
+            first.cancel()
+            await bus.wait_lost()
+            ready: list[str] = []
+
+            async def subscribe() -> None:
+                async with bus.subscribe("t") as events:
+                    ready.append("subscribed")
+                    assert (await events.__anext__()).decode() == 1
+
+            async def serve() -> None:
+                await bus.serve("v/*")
+                ready.append("serving")
+
+            async with anyio.create_task_group() as waiting:
+                waiting.start_soon(subscribe)
+                waiting.start_soon(serve)
+                second = anyio.CancelScope()
+                tasks.start_soon(run, second)
+                await kit.eventually(lambda: len(ready) == 2)
+                await bus.publish("t", 1)
+        second.cancel()
