@@ -6,7 +6,8 @@ chunk. This file decides who is admitted, who is prefilled and how much; the loo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from offbook.bus.errors import EngineBusy
 
@@ -104,16 +105,21 @@ class Scheduler:
                 job.waits_for = "an earlier turn that needs memory"
                 continue
             plan = self.memory.plan(job.key, job.ids, job.origin)
-            evicted = self._room(job, plan)
+            held = self.memory.hold(plan)
+            evicted = self._room(job, plan, held)
             if evicted is None and plan.origin is not None:
                 # Origin and fork do not fit beside each other: the fork is made from what is on disk.
+                self.memory.unhold(held)
                 plan = self.memory.plan(job.key, job.ids, job.origin, clone=False)
-                evicted = self._room(job, plan)
+                held = self.memory.hold(plan)
+                evicted = self._room(job, plan, held)
                 if evicted and self.memory.being_saved((job.origin, job.key[1])):
+                    self.memory.unhold(held)
                     job.evictions += evicted
                     job.waits_for = "its memory is being saved"
                     continue
             if evicted is None:
+                self.memory.unhold(held)
                 job.waits_for = "memory that running turns hold"
                 blocked = True
                 continue
@@ -121,9 +127,13 @@ class Scheduler:
             job.waits_for = ""
             self.queue.remove(job)
             self.running.append(job)
-            yield job, plan
+            try:
+                yield job, plan
+            finally:
+                self.memory.unhold(held)
 
-    def _room(self, job: Job, plan: Plan) -> int | None:
+    def _room(self, job: Job, plan: Plan, held: Sequence[tuple[int, int]]) -> int | None:
+        """Make room for a job. Blocks it will share (``held``) are there already."""
         table = self.memory.tables.get(job.key)
         keep = {job.key}
         if plan.source == "hot" and table is not None:
@@ -141,7 +151,9 @@ class Scheduler:
             if table is not None:
                 # Its content is of no use to this request; what was worth saving is on disk.
                 self.memory.evict(job.key)
-            need = self.supervisor.need(job.key, job.limit)
+            blocks, pages = self.supervisor.need(job.key, job.limit)
+            shared = Counter(group for group, _ in held)
+            need = [max(0, block - shared[group]) for group, block in enumerate(blocks)], pages
             if plan.origin is not None:
                 keep.add((plan.origin.agent, plan.origin.salt))
         return self.supervisor.make_room(self.memory, self.running, need, keep)

@@ -251,6 +251,28 @@ class KVMemory:
         if self.tables.get(loading.key) is loading.table:
             self.drop(loading.key)
 
+    def hold(self, plan: Plan) -> list[tuple[int, int]]:
+        """Keep what a plan will share with others where it is until it is carried out.
+
+        Returns (layer group, slot) of the full blocks that are in memory now; ``unhold`` lets go of them.
+        """
+        held = []
+        for index, group in enumerate(self.spec.groups):
+            allocator, first = self.pool.groups[index], group.first_block(plan.tokens)
+            if plan.origin is not None:
+                found: list[int | None] = list(plan.origin.slots[index][: len(plan.origin.chain)])
+            else:
+                found = [allocator.find(name) for name in plan.names]
+            for slot in found[first:]:
+                if slot is not None and slot != ABSENT:
+                    allocator.retain(slot)
+                    held.append((index, slot))
+        return held
+
+    def unhold(self, held: Sequence[tuple[int, int]]) -> None:
+        for index, slot in held:
+            self.pool.groups[index].release(slot)
+
     def _clone(self, origin: AgentTable, table: AgentTable) -> None:
         """A fork: full blocks are shared, the part-filled one and the pages are copied."""
         full = len(origin.chain)

@@ -329,7 +329,7 @@ def test_a_full_queue_refuses_at_once(
     held = gate(one, "prefill")
     turns = [one.job(f"a{i}", ids(20, i), max_tokens=1) for i in range(5)]
     one.submit(*turns)
-    refused = [turn for turn in turns[3:]]
+    refused = turns[3:]
     for turn in refused:
         with pytest.raises(EngineBusy, match="3 turns wait"):
             turn.wait()
@@ -505,7 +505,7 @@ def test_an_agent_asked_for_right_after_its_eviction_is_warm(
 def test_a_fork_that_does_not_fit_beside_its_origin_is_served_all_the_same(
     engine: Engine, ids: Any, tmp_path: Path
 ) -> None:
-    one, text = engine("llama", tmp_path, slots=6, pages=6), ids(1100)
+    one, text = engine("llama", tmp_path, slots=6, pages=4), ids(1100)
     one.run("origin", text[:1050], max_tokens=1)
     reply = one.run("fork", text, max_tokens=2, origin="origin")
     assert (reply.usage.source, reply.usage.reused_tokens) == ("warm", 1050)
@@ -522,10 +522,11 @@ def test_idle_agents_that_share_their_blocks_make_room_together(engine: Engine, 
 
 
 def test_an_agent_cut_back_into_a_shared_block_in_a_full_pool_is_served(engine: Engine, ids: Any) -> None:
-    one, text = engine("llama", slots=4, pages=12), ids(1130)
+    one, text = engine("llama", slots=5, pages=12), ids(1130)
     one.run("a", text[:1100], max_tokens=1)
     one.run("b", text[:1110], max_tokens=1)
-    other = np.concatenate([text[:600], ids(400, 3)])
+    assert one.used()[0] == 5
+    other = np.concatenate([text[:600], ids(500, 3)])
     got = tokens(one.run("b", other, max_tokens=2), other)
     assert len(got) == 2
     one.call(one.loop.pool.check)
@@ -663,3 +664,19 @@ def test_locating_says_hot_warm_and_cold(engine: Engine, ids: Any, tmp_path: Pat
     one.evict("a")
     assert where("a") == "warm"
     assert where("a", "another tenant") == "cold"
+
+
+def test_agents_that_share_a_history_take_its_blocks_once(engine: Engine, ids: Any) -> None:
+    """Admission counts what is new: ten agents with one persona fit where ten histories would not."""
+    one, persona = engine("llama", slots=5, pages=40), ids(1140)
+    for i in range(10):
+        one.run(f"a{i}", np.concatenate([persona, ids(20, i)]), max_tokens=1)
+    assert "evictions" not in one.counters
+    assert one.used()[0] == 4
+
+
+def test_a_fork_is_hot_and_evicts_nobody_when_there_is_room_for_what_is_new(engine: Engine, ids: Any) -> None:
+    one, text = engine("llama", slots=5, pages=12), ids(1120)
+    one.run("a", text[:1100], max_tokens=1)
+    usage = one.run("b", text, max_tokens=1).usage
+    assert (usage.source, usage.reused_tokens, usage.evictions) == ("hot", 1100, 0)
