@@ -32,7 +32,7 @@ from offbook.bus.errors import OffbookError
 
 QUESTION = "What worries you most today?"
 
-BUDGET = "900 MiB"
+BUDGET = "664 MiB"
 """Weights of the embedded model at 32 bits (0.5 GiB), workspace, and about three villagers' caches."""
 
 

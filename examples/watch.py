@@ -139,18 +139,20 @@ class Board:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        self._console.print(Text(text, style="bold"))
+        self._console.print(Text(text, style="bold"), soft_wrap=True)
 
     def show(self, tally: Tally) -> None:
         if self._live is not None:
             self._live.update(Group(turn_table(tally.turns[-SHOWN:]), memory_bar(tally)))
             return
         for number, turn in enumerate(tally.turns[self._printed :], self._printed + 1):
-            used = f"{tally.stats.used_bytes / tally.stats.budget_bytes:4.0%}" if tally.stats else "   ?"
+            used = f"{in_use(tally.stats) / tally.stats.budget_bytes:.0%}" if tally.stats else "?"
             self._console.print(
                 f"{number:3} {turn.agent:6} {turn.what:7} {turn.source:4} reused {turn.reused:5}, "
-                f"read {turn.prefilled:5}, first {turn.ttft_ms:6.0f} ms, {rate(turn):5.1f} tok/s, memory {used}",
+                f"read {turn.prefilled:5}, "
+                f"first {turn.ttft_ms:6.0f} ms, {rate(turn):5.1f} tok/s, memory {used}",
                 highlight=False,
+                soft_wrap=True,
             )
         self._printed = len(tally.turns)
 
@@ -158,6 +160,11 @@ class Board:
 def rate(turn: Turn) -> float:
     """Tokens per second of the generation."""
     return (turn.generated - 1) / turn.decode_ms * 1000 if turn.decode_ms > 0 and turn.generated > 1 else 0.0
+
+
+def in_use(stats: EngineStats) -> int:
+    """Bytes of the budget that hold something: the pool is allocated whole, and filled by and by."""
+    return stats.used_bytes - stats.pool_bytes + stats.pool_used_bytes
 
 
 def turn_table(turns: list[Turn]) -> Table:
@@ -192,8 +199,8 @@ def memory_bar(tally: Tally) -> Table:
     places = Counter(agent.where for agent in stats.agents)
     grid.add_row(
         "memory",
-        ProgressBar(total=stats.budget_bytes, completed=stats.used_bytes, width=40),
-        f"{format_bytes(stats.used_bytes)} of {format_bytes(stats.budget_bytes)}",
+        ProgressBar(total=stats.budget_bytes, completed=in_use(stats), width=40),
+        f"{format_bytes(in_use(stats))} of {format_bytes(stats.budget_bytes)}",
         "  ".join(f"{places[where]} {where}" for where in ("hot", "warm", "cold") if places[where]),
     )
     return grid
@@ -210,6 +217,7 @@ def compare(console: Console, tally: Tally, result: dict[str, object], took: flo
         f"{result['evictions']} evicted, {result['reused_tokens']} tokens reused; "
         f"at most {format_bytes(tally.peak_bytes)} of {format_bytes(tally.budget_bytes)}\n",
         highlight=False,
+        soft_wrap=True,
     )
     table = Table(title="The same question to the same histories (medians)")
     for name in ("memory", "visits", "history, tokens", "tokens prefilled", "time to first token"):
