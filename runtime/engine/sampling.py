@@ -119,6 +119,7 @@ def top_logprobs(logits: mx.array, count: int) -> list[tuple[int, float]]:
     wide = np.array(logits.astype(mx.float32))
     wide = wide - wide.max()
     wide = wide - np.log(np.exp(wide).sum())
-    best = np.argpartition(-wide, count)[:count]
+    count = min(count, len(wide))
+    best = np.argpartition(-wide, count - 1)[:count]
     best = best[np.argsort(-wide[best], kind="stable")]
     return [(int(i), float(wide[i])) for i in best]

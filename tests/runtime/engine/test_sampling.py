@@ -1,0 +1,107 @@
+"""Sampling values are checked before any work, and each does what it says."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from offbook.actors.lm import SamplingParams
+from offbook.bus.errors import InvalidRequest
+from offbook.runtime.engine.sampling import Sampler, filtered, top_logprobs, validate
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", math.nan),
+        ("top_k", -1),
+        ("min_p", 1.0),
+        ("min_p", -0.5),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.nan),
+        ("repetition_context", -1),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("stop", ("",)),
+        ("stop", ("x" * 300,)),
+        ("stop", tuple("abcdefghijklmnopq")),
+        ("logprobs", 21),
+        ("logprobs", -1),
+    ],
+)
+def test_an_impossible_value_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=field):
+        validate(SamplingParams(**{field: value}))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
+def test_every_seed_that_is_allowed_can_be_drawn_from(seed: int) -> None:
+    params = SamplingParams(temperature=1.0, seed=seed)
+    validate(params)
+    draws = [Sampler(params).draw(mx.zeros(50), []) for _ in range(2)]
+    assert draws[0] == draws[1]
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 100.0])
+def test_the_extremes_of_temperature_draw_a_token(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, seed=1)
+    validate(params)
+    assert 0 <= Sampler(params).draw(mx.array([1.0, 9.0, 2.0]), []) < 3
+
+
+def kept(logits: mx.array) -> list[int]:
+    return np.flatnonzero(np.isfinite(np.array(logits))).tolist()
+
+
+LOGITS = mx.log(mx.array([0.05, 0.5, 0.15, 0.3]))
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"top_k": 2}, [1, 3]),
+        ({"top_k": 9}, [0, 1, 2, 3]),
+        ({"top_p": 0.79}, [1, 3]),
+        ({"top_p": 0.4}, [1]),
+        ({"top_p": 1e-9}, [1]),
+        ({"min_p": 0.25}, [1, 2, 3]),
+        ({"top_k": 3, "top_p": 0.6, "min_p": 0.1}, [1, 3]),
+    ],
+)
+def test_filters_leave_just_the_tokens_they_name(values: dict[str, Any], expected: list[int]) -> None:
+    assert kept(filtered(LOGITS, SamplingParams(**values))) == expected
+
+
+def test_a_penalised_token_is_less_likely_and_the_callers_logits_stay() -> None:
+    logits = mx.array([2.0, -2.0, 1.0])
+    sampler = Sampler(SamplingParams(repetition_penalty=2.0))
+    assert np.array(sampler.penalised(logits, [0, 1])).tolist() == [1.0, -4.0, 1.0]
+    assert np.array(logits).tolist() == [2.0, -2.0, 1.0]
+    assert sampler.draw(mx.array([2.0, 1.5, 0.0]), [0]) == 1
+
+
+def test_a_penalty_sees_only_its_context() -> None:
+    sampler = Sampler(SamplingParams(repetition_penalty=2.0, repetition_context=1))
+    assert np.array(sampler.penalised(mx.array([2.0, 2.0]), [0, 1])).tolist() == [2.0, 1.0]
+    off = Sampler(SamplingParams(repetition_penalty=2.0, repetition_context=0))
+    assert np.array(off.penalised(mx.array([2.0, 2.0]), [0, 1])).tolist() == [2.0, 2.0]
+
+
+def test_logprobs_are_of_the_likeliest_tokens_in_order() -> None:
+    tops = top_logprobs(LOGITS, 3)
+    assert [token for token, _ in tops] == [1, 3, 2]
+    assert [round(math.exp(p), 4) for _, p in tops] == [0.5, 0.3, 0.15]
+
+
+def test_as_many_logprobs_as_tokens_can_be_asked_for() -> None:
+    assert len(top_logprobs(LOGITS, 4)) == 4
