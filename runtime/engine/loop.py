@@ -329,6 +329,9 @@ class EngineLoop:
     def _begin(self, job: Job, plan: Any) -> None:
         job.admitted = time.monotonic()
         job.source = {"hot": "hot", "clone": "hot", "warm": "warm", "cold": "cold"}[plan.source]  # type: ignore[assignment]
+        if plan.source == "hot" and (table := self.memory.tables.get(job.key)) is not None and table.restored:
+            # It was on disk when its message came; the prefetch was done before the turn asked.
+            job.source, table.restored = "warm", False
         job.reused = plan.tokens
         started = self.memory.start(job.key, plan)
         if isinstance(started, Loading):
@@ -361,6 +364,8 @@ class EngineLoop:
         finally:
             self.scheduler.look_again()
         if job is None:
+            if table is not None:
+                table.restored = True
             return
         if table is None:
             # Something was missing or corrupt: back to the queue, less will be found this time.

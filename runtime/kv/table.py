@@ -43,6 +43,7 @@ class AgentTable:
         chain: names of the leading blocks that are full, named and handed to the store.
         saved: tokens the last saved tail stands for (-1: none).
         state: what recurrent layers keep, by layer index (hybrid models).
+        restored: it was read from disk ahead of a turn that has not begun.
     """
 
     agent: str
@@ -57,6 +58,7 @@ class AgentTable:
     chain: list[bytes] = field(default_factory=list)
     saved: int = -1
     state: dict[int, Any] = field(default_factory=dict)
+    restored: bool = False
 
     def __post_init__(self) -> None:
         if not self.slots:
