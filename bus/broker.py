@@ -17,24 +17,22 @@ import anyio.lowlevel
 import msgspec
 
 from offbook.bus import control
-from offbook.bus.address import check_name, check_topic
-from offbook.bus.body import check_size
+from offbook.bus.address import check_name
 from offbook.bus.courier import Courier
 from offbook.bus.credit import Window
 from offbook.bus.curve import ServerKeys
 from offbook.bus.envelope import Envelope, Kind, decode_header
 from offbook.bus.errors import (
     ConnectionLost,
-    InvalidRequest,
     OffbookError,
     ProtocolError,
 )
 from offbook.bus.listener import Listener
-from offbook.bus.peer import PUBLISH_CREDIT, Peer
+from offbook.bus.peer import Peer
 from offbook.bus.statistics import BrokerStatistics
 from offbook.bus.switchboard import Switchboard
-from offbook.bus.topic_hub import Publication, TopicHub
-from offbook.bus.topics import MemoryTopicStore, Record, TopicStore
+from offbook.bus.topic_hub import TopicHub
+from offbook.bus.topics import MemoryTopicStore, TopicStore
 
 HEARTBEAT = 2.0
 """Seconds between signs of life."""
@@ -154,11 +152,11 @@ class Broker:
         with self._listener:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
+                tasks.start_soon(self._hub.run)  # before the first message can come
                 tasks.start_soon(self._own_socket)
                 tasks.start_soon(self._listener.watch)
                 tasks.start_soon(self._listener.admit)
                 tasks.start_soon(self._keep_time)
-                tasks.start_soon(self._hub.run)
                 try:
                     yield
                 finally:
@@ -342,36 +340,11 @@ class Broker:
     # Topics
 
     def _on_publish(self, peer: Peer, envelope: Envelope, header: bytes, body: bytes) -> None:
-        if not peer.take_request(PUBLISH_CREDIT, len(body)):
-            raise ProtocolError("a publication without credit")
-        try:
-            check_topic(envelope.to)
-            check_size(len(body))
-            if not envelope.id:
-                raise InvalidRequest(f"a publication to {envelope.to!r} without an id")
-        except OffbookError as exc:
-            self._out.fail(peer, envelope.id, exc)
-            self._out.return_credit(peer, PUBLISH_CREDIT, len(body))
-            return
-        record = Record(
-            id=envelope.correlation or envelope.id,
-            body=body,
-            type=envelope.type,
-            sender=envelope.sender,
-            traceparent=envelope.traceparent,
-        )
-        self._hub.publish(Publication(peer, envelope.id, envelope.to, record))
+        self._hub.publish(peer, envelope, body)
 
     def _on_subscribe(self, peer: Peer, envelope: Envelope, header: bytes, body: bytes) -> None:
         self._control(peer)
-        try:
-            check_topic(envelope.to)
-            if not envelope.id or not self._hub.subscribe(
-                peer, envelope.id, envelope.to, envelope.seq, Window()
-            ):
-                raise InvalidRequest(f"a subscription with id {envelope.id!r} is active already")
-        except OffbookError as exc:
-            self._out.fail(peer, envelope.id, exc)
+        self._hub.subscribe(peer, envelope)
 
     def _on_unsubscribe(self, peer: Peer, envelope: Envelope, header: bytes, body: bytes) -> None:
         self._control(peer)

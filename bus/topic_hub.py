@@ -14,10 +14,12 @@ import anyio
 import anyio.abc
 import anyio.lowlevel
 
+from offbook.bus.address import check_topic
+from offbook.bus.body import check_size
 from offbook.bus.courier import Courier
 from offbook.bus.credit import Window
 from offbook.bus.envelope import Envelope, Kind
-from offbook.bus.errors import OffbookError, RemoteError
+from offbook.bus.errors import InvalidRequest, OffbookError, ProtocolError, RemoteError
 from offbook.bus.peer import PUBLISH_CREDIT, Peer
 from offbook.bus.topics import Event, Record, TopicStore, slice_events
 
@@ -65,11 +67,11 @@ class _Topic:
 class _Subscription:
     __slots__ = ("cursor", "id", "peer", "scope", "signal", "topic", "window")
 
-    def __init__(self, peer: Peer, id: str, topic: str, window: Window) -> None:
+    def __init__(self, peer: Peer, id: str, topic: str) -> None:
         self.peer = peer
         self.id = id
         self.topic = topic
-        self.window = window
+        self.window = Window()
         self.cursor = 0
         self.signal = anyio.Event()
         self.scope = anyio.CancelScope()
@@ -109,9 +111,27 @@ class TopicHub:
                 for topic, publications in by_topic.items():
                     await self._append(topic, publications)
 
-    def publish(self, publication: Publication) -> None:
-        """Take a publication; its peer gets ``REPLY`` with the number once the store has it."""
-        self._queue.append(publication)
+    def publish(self, peer: Peer, envelope: Envelope, body: bytes) -> None:
+        """Take a publication in; its peer gets ``REPLY`` with the number once the store has it."""
+        if not peer.take_request(PUBLISH_CREDIT, len(body)):
+            raise ProtocolError("a publication without credit")
+        try:
+            check_topic(envelope.to)
+            check_size(len(body))
+            if not envelope.id:
+                raise InvalidRequest(f"a publication to {envelope.to!r} without an id")
+        except OffbookError as exc:
+            self._out.fail(peer, envelope.id, exc)
+            self._out.return_credit(peer, PUBLISH_CREDIT, len(body))
+            return
+        record = Record(
+            id=envelope.correlation or envelope.id,
+            body=body,
+            type=envelope.type,
+            sender=envelope.sender,
+            traceparent=envelope.traceparent,
+        )
+        self._queue.append(Publication(peer, envelope.id, envelope.to, record))
         self._queued.set()
 
     async def _append(self, name: str, publications: list[Publication]) -> None:
@@ -162,18 +182,23 @@ class TopicHub:
                 topic.loaded = True
         return topic
 
-    def subscribe(self, peer: Peer, id: str, topic: str, after: int, window: Window) -> bool:
-        """Start a subscription after event ``after`` (-1: from now on); False if the id is in use.
+    def subscribe(self, peer: Peer, envelope: Envelope) -> None:
+        """Start a subscription after event ``envelope.seq`` (-1: from now on).
 
         The peer gets ``REPLY`` with the position once it is active: every later event will reach it.
         """
-        key = (peer.route, id)
-        if key in self._subscriptions or self._tasks is None:
-            return False
-        subscription = self._subscriptions[key] = _Subscription(peer, id, topic, window)
-        peer.subscriptions.add(id)
-        self._tasks.start_soon(self._pump, subscription, after)
-        return True
+        key = (peer.route, envelope.id)
+        try:
+            check_topic(envelope.to)
+            if not envelope.id or key in self._subscriptions:
+                raise InvalidRequest(f"a subscription with id {envelope.id!r} is active already")
+        except OffbookError as exc:
+            self._out.fail(peer, envelope.id, exc)
+            return
+        subscription = self._subscriptions[key] = _Subscription(peer, envelope.id, envelope.to)
+        peer.subscriptions.add(envelope.id)
+        assert self._tasks is not None, "the hub runs as long as the broker does"
+        self._tasks.start_soon(self._pump, subscription, envelope.seq)
 
     def unsubscribe(self, peer: Peer, id: str) -> None:
         """End a subscription; unknown ones are ignored."""
@@ -217,8 +242,9 @@ class TopicHub:
             finally:
                 if topic is not None:
                     topic.subscriptions.discard(subscription)
-                self._subscriptions.pop((subscription.peer.route, subscription.id), None)
-                subscription.peer.subscriptions.discard(subscription.id)
+                key = (subscription.peer.route, subscription.id)
+                if self._subscriptions.get(key) is subscription:
+                    self.unsubscribe(subscription.peer, subscription.id)
 
     async def _send_events(self, subscription: _Subscription, topic: _Topic) -> None:
         limit = min(PUMP_BATCH, subscription.window.messages)
