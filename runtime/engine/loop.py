@@ -257,6 +257,8 @@ class EngineLoop:
 
     @property
     def _score_bytes(self) -> int:
+        if self.batch.native is not None:
+            return 1  # the kernel keeps no scores
         # Scores, masked scores and probabilities in float32, for the heads of one layer.
         return 12 * max((layer.heads for layer in self.spec.attention_layers), default=1) * 4
 

