@@ -87,7 +87,7 @@ class Dialogue:
     def persona_length(self, system: str | None, transcript: Ids) -> int:
         """How many leading ids of ``transcript`` are the rendered system prompt."""
         if not self.has_template:
-            head = self._encode((system + "\n\n") if system else "")
+            head = self._first((system + "\n\n") if system else "")
             return common_prefix(head, transcript)
         sentinel = sentinel_for(system or "")
         text = self._render(self._with_system(system, [{"role": "user", "content": sentinel}]))
