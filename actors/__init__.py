@@ -30,11 +30,12 @@ from offbook.bus.errors import (
 from .actor import Actor, every, on
 from .agent import Agent
 from .clock import Clock, VirtualClock, WallClock
-from .host import Host, RunReport
+from .host import Host
 from .journal import Journal, JournalFailed, JournalInUse
 from .lm import ChatMessage, StateHandle, Usage
 from .memory import FullContext
 from .message import Message, Request
+from .running import RunReport
 from .speech import Reply, Speech
 from .supervision import Failure, Supervision
 from .topicstore import JournalTopicStore

@@ -11,7 +11,6 @@ import os
 import time
 from collections import deque
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from types import TracebackType
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.abc
-import msgspec
 
 from offbook.bus.address import parse_address
 from offbook.bus.client import Bus, connect
@@ -33,20 +31,21 @@ from offbook.bus.errors import (
 from . import statements
 from .actor import Actor, ActorSpec, spec_of
 from .agent import Agent
-from .clock import Clock, Seconds, VirtualClock, WallClock, seconds
-from .control import HostStatus, ListActors
+from .clock import Clock, Seconds, VirtualClock, WallClock
+from .control import ActorPage, HostStatus, ListActors
 from .engine import PATIENCE, Engine
 from .ingress import Ingress
 from .introspect import host_info, page_of
 from .journal import Journal
 from .listening import Listener
 from .lm import Forget, MemoryRef, Prefetch
-from .message import Request, T, decode, encode, reply_type
-from .once import Once
+from .message import decode
 from .outbox import Outbox
+from .outside import Outside
 from .questions import Questions
 from .quiet import Quiet
 from .records import Birth, DeadLetter, Inbound, Outgoing, TurnRecord
+from .running import RunReport, run_virtual, run_wall
 from .speech import new_memory
 from .stage import Stage
 from .supervision import Failure
@@ -54,7 +53,6 @@ from .timers import Timers
 
 if TYPE_CHECKING:
     from offbook.bus.delivery import Delivery
-    from offbook.bus.streams import ReplyStream
 
 log = logging.getLogger("offbook.actors")
 
@@ -67,16 +65,7 @@ _GOODBYE = 5.0
 """Seconds for all ``on_stop`` hooks together when the host stops."""
 
 
-@dataclass(frozen=True)
-class RunReport:
-    """What happened during ``run()``: turns committed, failed turns, and the host's clock at the end."""
-
-    turns: int
-    failures: tuple[Failure, ...]
-    now: float
-
-
-class Host:
+class Host(Outside):
     """Hosts actors: ``async with Host("village", journal_path=..., endpoint=...) as host``.
 
     Args:
@@ -151,7 +140,7 @@ class Host:
             self.bus,
             self.journal,
             self.quiet,
-            published=self._published,
+            published=self.expect,
             failed=self.failed,
         )
         self._ingress = Ingress(self, self.quiet)
@@ -283,59 +272,6 @@ class Host:
                     self._timers.wake()
         return address
 
-    async def tell(
-        self,
-        to: str,
-        message: msgspec.Struct | dict[str, Any],
-        *,
-        once: str | None = None,
-        timeout: float = 60.0,
-    ) -> None:
-        """Send a message from outside the actors; returns once it is stored.
-
-        Args:
-            once: a name for this send: however often the script runs, it happens once.
-        """
-        with self.quiet.held():
-            act = Once(self.journal, "tell", once)
-            if await act.seen() is None:
-                await self.bus.tell(to, message, id=act.id, timeout=timeout)
-                await act.note()
-
-    async def ask(self, to: str, request: Request[T], *, once: str | None = None, timeout: float = 60.0) -> T:
-        """Ask an actor from outside; ``once`` as in :meth:`tell` (the first answer is kept)."""
-        returns = reply_type(type(request))
-        with self.quiet.held():
-            act = Once(self.journal, "ask", once)
-            seen = await act.seen()
-            if seen is not None:
-                kept: T = decode(seen[0] or b"\xc0", returns)
-                return kept
-            wanted = None if returns is Any else returns
-            reply: T = await self.bus.ask(to, request, id=act.id, timeout=timeout, returns=wanted)
-            await act.note(encode(reply))
-            return reply
-
-    def stream(
-        self, to: str, request: msgspec.Struct | dict[str, Any], *, timeout: float = 60.0
-    ) -> ReplyStream:
-        """Ask and read the answer's progress; see ``Bus.stream``."""
-        return self.bus.stream(to, request, timeout=timeout)
-
-    async def publish(
-        self, topic: str, message: msgspec.Struct | dict[str, Any], *, once: str | None = None
-    ) -> int:
-        """Publish from outside; returns the sequence number. ``once`` as in :meth:`tell`."""
-        with self.quiet.held():
-            act = Once(self.journal, "publish", once)
-            seen = await act.seen()
-            if seen is not None:
-                return int(decode(seen[0] or b"\x00", int))
-            seq = await self.bus.publish(topic, message, id=act.id)
-            self._listener.expect(topic, seq)
-            await act.note(encode(seq))
-            return seq
-
     async def idle(self) -> None:
         """Return once nothing is left to do now: no message waits, no turn runs, nothing is on its way."""
         await self.quiet.wait()
@@ -350,32 +286,12 @@ class Host:
         """
         turns, failed = self.turns, self.failed_count
         if isinstance(self.clock, VirtualClock):
-            await self._run_virtual(self.clock, until)
-        elif until is None:
-            await anyio.sleep_forever()
+            await run_virtual(self.clock, self._timers, self.quiet, until)
         else:
-            end = until.timestamp() if isinstance(until, datetime) else self.clock.now() + seconds(until)
-            while (left := end - self.clock.now()) > 0:  # noqa: ASYNC110  # clocks have no events
-                await anyio.sleep(min(left, 60.0))  # the wall clock may be changed meanwhile
+            await run_wall(self.clock, until)
         new = min(self.failed_count - failed, len(self.failures))
         recent = tuple(self.failures)[len(self.failures) - new :]
         return RunReport(self.turns - turns, recent, self.clock.now())
-
-    async def _run_virtual(self, clock: VirtualClock, until: Seconds | datetime | None) -> None:
-        if until is None:
-            end = float("inf")
-        else:
-            end = until.timestamp() if isinstance(until, datetime) else clock.start + seconds(until)
-        while True:
-            await self.quiet.wait()
-            due = await self._timers.fire()
-            if self.quiet.holds:
-                continue
-            if due is None or due > end:
-                if end != float("inf"):
-                    await self._timers.advance(end)
-                return
-            await self._timers.advance(due)
 
     async def restart(self, actor: str) -> None:
         """Let a stopped actor go on with the messages it had left.
@@ -393,7 +309,7 @@ class Host:
         with self.quiet.held():
             self.deliver(await self.journal.do("mailbox", lambda db: statements.mailbox(db, actor)))
 
-    async def actors(self, *, after: str = "", prefix: str = "", limit: int = 1000) -> Any:
+    async def actors(self, *, after: str = "", prefix: str = "", limit: int = 1000) -> ActorPage:
         """A page of the actors, in order of their ids; see :class:`ActorPage`."""
         return await page_of(self, ListActors(after=after, prefix=prefix, limit=limit))
 
@@ -473,7 +389,8 @@ class Host:
         """Follow a topic."""
         await self._listener.ensure(topic)
 
-    def _published(self, topic: str, seq: int) -> None:
+    def expect(self, topic: str, seq: int) -> None:
+        """Something was published here: things are not quiet until it is delivered here, too."""
         self._listener.expect(topic, seq)
 
     def prefetch(self, memory: MemoryRef) -> None:

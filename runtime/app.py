@@ -30,10 +30,11 @@ from msgspec import Struct
 from offbook.actors.actor import Actor
 from offbook.actors.clock import Clock, Seconds
 from offbook.actors.clock import seconds as as_seconds
-from offbook.actors.host import Host, RunReport
+from offbook.actors.host import Host
 from offbook.actors.journal import Journal
 from offbook.actors.lm import ENGINE_ADDRESS, EngineStats, SetMemory, Shutdown, Stats
 from offbook.actors.message import Request
+from offbook.actors.running import RunReport
 from offbook.actors.topicstore import JournalTopicStore
 from offbook.bus import Broker, Bus, ReplyStream, Subscription, connect, endpoint_for, run_dir
 from offbook.bus.errors import (
