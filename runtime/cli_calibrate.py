@@ -154,8 +154,11 @@ def _show(reference: str, found: Calibration) -> None:
     console.print(table)
     console.print(
         "ppl %: increase of the perplexity over 16-bit KV. mnat: how far predictions move from those with "
-        f"16-bit KV (the choice goes by it). Target: {found.target:.0f} bytes a token. Chosen: {_words(found.chosen.scheme)}",
+        "16-bit KV, in thousandths of a nat a token; the choice goes by it.",
         highlight=False,
+    )
+    console.print(
+        f"Target: {found.target:.0f} bytes a token. Chosen: {_words(found.chosen.scheme)}", highlight=False
     )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from offbook.bus.errors import ContextTooLarge
 
 from .kv.pool import BlockPool
-from .kv.scheme import BLOCK, KVScheme
+from .kv.scheme import BLOCK, GROUP, KVScheme
 from .kv.spec import ModelCacheSpec
 from .kv.table import AgentTable
 
@@ -63,21 +63,46 @@ def workspace_bytes(spec: ModelCacheSpec, weights_bytes: int) -> int:
     return max(MIN_WORKSPACE, weights_bytes // 16, MAX_CHUNK * widest * 4 * 24)
 
 
-def pool_sizes(spec: ModelCacheSpec, scheme: KVScheme, nbytes: int) -> PoolSizes:
-    """Divide ``nbytes`` so that blocks and pages run out together for agents of typical length."""
-    page_bytes = max(1, spec.page_bytes)
-    per_agent = []
+def agent_share(
+    spec: ModelCacheSpec, scheme: KVScheme, context: int, *, at_rest: bool = False
+) -> tuple[list[int], int]:
+    """Blocks of each group and pages of one agent of ``context`` tokens.
+
+    Args:
+        at_rest: what it holds between turns at just this length; otherwise the most that it takes at any
+            length up to this one while it speaks.
+    """
+    if at_rest:
+        sealed = scheme.sealed(context)
+        return [group.blocks(context, sealed) for group in spec.groups], -(-(context - sealed) // GROUP)
+    blocks = []
     for group in spec.groups:
-        blocks = TYPICAL_CONTEXT // BLOCK
-        if group.window is not None:
-            blocks = min(blocks, -(-group.window // BLOCK) + 1)
-        per_agent.append(blocks)
-    agent_bytes = scheme.pages * page_bytes + sum(
+        most = -(-context // BLOCK)
+        blocks.append(most if group.window is None else min(most, -(-group.window // BLOCK) + 1))
+    return blocks, scheme.pages
+
+
+def pool_sizes(
+    spec: ModelCacheSpec,
+    scheme: KVScheme,
+    nbytes: int,
+    *,
+    context: int = TYPICAL_CONTEXT,
+    at_rest: bool = False,
+) -> PoolSizes:
+    """Divide ``nbytes`` so that blocks and pages run out together for agents of ``context`` tokens.
+
+    Args:
+        at_rest: see ``agent_share``.
+    """
+    page_bytes = max(1, spec.page_bytes)
+    per_agent, pages_each = agent_share(spec, scheme, context, at_rest=at_rest)
+    agent_bytes = pages_each * page_bytes + sum(
         count * group.block_bytes(scheme) for count, group in zip(per_agent, spec.groups, strict=True)
     )
     agents = max(0, nbytes) / max(1, agent_bytes)
     slots = tuple(int(agents * count) for count in per_agent)
-    pages = int(agents * scheme.pages)
+    pages = int(agents * pages_each)
     used = pages * page_bytes + sum(
         count * group.block_bytes(scheme) for count, group in zip(slots, spec.groups, strict=True)
     )
