@@ -376,16 +376,3 @@ def characters() -> type[Characters]:
 @pytest.fixture(scope="session")
 def loaded_like() -> type[Loaded]:
     return Loaded
-
-
-@pytest.fixture
-def smollm2(request: pytest.FixtureRequest) -> Any:
-    """The embedded model, loaded once a session."""
-    return request.getfixturevalue("_smollm2")
-
-
-@pytest.fixture(scope="session")
-def _smollm2() -> Any:
-    from offbook.runtime.models.load import load
-
-    return load("wheel:smollm2-135m-instruct")
