@@ -255,7 +255,7 @@ def target_bytes(
 
 
 _PAIRS: Final[tuple[tuple[Literal[4, 8], Literal[4, 8]], ...]] = ((4, 4), (4, 8), (8, 4), (8, 8))
-_GROUPS: Final[tuple[Literal[32, 64], ...]] = (64, 32)
+_GROUPS: Final[tuple[Literal[32, 64, 128], ...]] = (64, 32, 128)
 _TAILS: Final = (64, 128)
 
 

@@ -235,9 +235,9 @@ class LayerHandle:
                 v = _check("v.packed", get("v.packed"), u32, (0, heads, BLOCK, words))
                 groups = tensors["v.scales"].shape[-1] if "v.scales" in tensors else value_width // GROUP
                 self.value_group = value_width // max(1, groups)
-                if self.value_group not in (32, 64) or value_width % self.value_group:
+                if self.value_group not in (32, 64, 128) or value_width % self.value_group:
                     raise ValueError(
-                        f"v.scales has {groups} groups for width {value_width}: use groups of 64 or 32"
+                        f"v.scales has {groups} groups for width {value_width}: use groups of 128, 64 or 32"
                     )
                 v_scales = _check("v.scales", get("v.scales"), u16, (0, heads, BLOCK, groups))
                 v_biases = _check("v.biases", get("v.biases"), u16, (0, heads, BLOCK, groups))

@@ -18,7 +18,7 @@ static TARGET void FN(quantise)(const float *x, int64_t n, int bits, uint32_t *p
     if (!down) scale = -scale;
     float steps = __builtin_rintf(edge / scale);
     if (steps != 0) scale = edge / steps, bias = edge;
-    int32_t codes[GROUP];
+    int32_t codes[2 * GROUP]; /* values have groups of up to 128 */
     for (int64_t i = 0; i < n; i += VW) {
         vf q = (FN(load)(x + i) - bias) / scale;
         q = FN(max)(q, (vf){0});

@@ -23,11 +23,15 @@ Bits = Literal[4, 8] | None
 
 
 class LayerScheme(msgspec.Struct, frozen=True, kw_only=True):
-    """Bits of one kind of layer; ``None`` keeps that tensor at 16 bits."""
+    """Bits of one kind of layer; ``None`` keeps that tensor at 16 bits.
+
+    Attributes:
+        value_group: channels that share a scale; the largest of 128, 64, 32 up to this that fits the width.
+    """
 
     key_bits: Bits = 4
     value_bits: Bits = 4
-    value_group: Literal[32, 64] = 64
+    value_group: Literal[32, 64, 128] = 64
 
 
 class KVScheme(msgspec.Struct, frozen=True, kw_only=True):

@@ -55,8 +55,8 @@ class TensorLayout:
 
 def value_group(width: int, wanted: int) -> int | None:
     """The quantisation group of values of this width, or None if they must stay at 16 bits."""
-    for group in (wanted, 32):
-        if width % group == 0:
+    for group in (128, 64, 32):
+        if group <= wanted and width % group == 0:
             return group
     return None
 
