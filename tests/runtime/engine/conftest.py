@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from offbook.runtime.engine.sampling import Sampler
 from offbook.runtime.engine.text import TextStream
 from offbook.runtime.kv import native
 from offbook.runtime.kv.kernel import NativeAttention
-from offbook.runtime.kv.scheme import KVScheme
+from offbook.runtime.kv.scheme import BLOCK, GROUP, KVScheme
 from offbook.runtime.models.fingerprint import combine
 from offbook.runtime.store import BlockStore, TensorSpec
 from offbook.runtime.supervisor import PoolSizes
@@ -272,6 +273,27 @@ class Harness:
         self.call(act)
         if wait and self.loop.store is not None:
             assert self.loop.store.flush(30)
+
+    def check(self) -> None:
+        """Every slot and page is held just as often as tables say, and each table is well formed."""
+
+        def act() -> None:
+            pool, memory = self.loop.pool, self.loop.memory
+            pool.check()
+            assert not memory.loading
+            tables = memory.tables.values()
+            for index, allocator in enumerate(pool.groups):
+                held = Counter(slot for table in tables for slot in table.slots[index] if slot >= 0)
+                assert {slot: allocator.refs(slot) for slot in held} == held
+                assert allocator.used == len(held)
+            pages = Counter(page for table in tables for page in table.pages)
+            assert set(pages.values()) <= {1}
+            assert pool.pages.used == len(pages)
+            for table in tables:
+                assert 0 <= table.sealed <= table.tokens <= table.sealed + len(table.pages) * GROUP
+                assert len(table.chain) == table.sealed // BLOCK
+
+        self.call(act)
 
     def stop(self) -> None:
         self.loop.stop().result(60)
