@@ -28,9 +28,11 @@ class Agent(Actor):
 
     Class attributes:
         salt: agents of equal salts may share KV blocks of equal prompts; give tenants different ones.
+        pinned: memory of agents of this class stays hot between turns, unless nothing else could give way.
     """
 
     salt: ClassVar[str] = ""
+    pinned: ClassVar[bool] = False
 
     def persona(self) -> str:
         """The system prompt, read once at the start of the transcript; empty for none."""
@@ -157,7 +159,7 @@ class Agent(Actor):
     async def locate(self) -> StateHandle:
         """Ask the engine where the memory is now."""
         turn, memory = self._now_turn(), self._memory()
-        reference = memory.reference(self.id, self.persona())
+        reference = memory.reference(self.id, self.persona(), pinned=self.pinned)
         return await turn.port.engine.locate(reference, seconds=turn.time_left(60.0))
 
     async def fork(self, key: str, **changes: Any) -> str:

@@ -89,7 +89,7 @@ class Instance:
             persona = getattr(self.actor, "persona", str)()
         except Exception:  # the user's method; whoever needs the persona will see the error
             return None
-        return self.memory.reference(self.id, persona)
+        return self.memory.reference(self.id, persona, pinned=getattr(self.actor, "pinned", False))
 
     async def dispatch(self, turn: Turn) -> Any:
         """Call what the message asks for."""

@@ -55,6 +55,7 @@ class MemoryRef(msgspec.Struct, frozen=True, kw_only=True):
         system: the system prompt (persona), or None. Rendered once, at the first message.
         transcript: token ids read and produced so far (little-endian uint32).
         origin: agent this one was forked from, or empty; its saved memory stands for the same ids.
+        pinned: stays in memory between turns, unless nothing else is left that could give way.
     """
 
     agent: str
@@ -62,6 +63,7 @@ class MemoryRef(msgspec.Struct, frozen=True, kw_only=True):
     system: str | None = None
     transcript: bytes = b""
     origin: str = ""
+    pinned: bool = False
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

@@ -115,7 +115,7 @@ class AgentMemory:
         if salt != self.record.salt:
             self.record = msgspec.structs.replace(self.record, salt=salt)
 
-    def reference(self, agent: str, persona: str) -> MemoryRef:
+    def reference(self, agent: str, persona: str, *, pinned: bool = False) -> MemoryRef:
         """This memory for a request to the engine."""
         return MemoryRef(
             agent=agent,
@@ -123,6 +123,7 @@ class AgentMemory:
             system=persona or None,
             transcript=self.transcript,
             origin=self.record.origin,
+            pinned=pinned,
         )
 
     def forked(self, origin: str) -> bytes:

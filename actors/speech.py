@@ -149,7 +149,7 @@ async def perform(agent: Agent, turn: Turn, plan: Plan, emit: Emit | None) -> Re
             seed = int(derive_id("seed", turn.actor, turn.message.id, number)[:8], 16)
             sampling = msgspec.structs.replace(sampling, seed=seed)
         request = Generate(
-            memory=memory.reference(turn.actor, agent.persona()),
+            memory=memory.reference(turn.actor, agent.persona(), pinned=agent.pinned),
             messages=messages,
             sampling=sampling,
             json_schema=plan.json_schema,

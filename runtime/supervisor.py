@@ -179,7 +179,10 @@ class Supervisor:
         if self.pool.fits(blocks, pages):
             return 0
         busy = {job.key for job in running} | set(keep) | set(memory.loading)
-        victims = [key for key in memory.tables if key not in busy and not self._idle(key).pinned]
+        victims = [key for key in memory.tables if key not in busy]
+        if running or gentle:
+            # Only when nothing else could ever end a wait do pinned agents give way.
+            victims = [key for key in victims if not self._idle(key).pinned]
         now = time.monotonic()
         if gentle:
             victims = [key for key in victims if self._idle(key).waiting_until <= now]
@@ -217,24 +220,24 @@ class Supervisor:
             return chosen
         return None
 
-    def _value(self, memory: KVMemory, key: Key, now: float) -> tuple[bool, float]:
+    def _value(self, memory: KVMemory, key: Key, now: float) -> tuple[bool, bool, float]:
         """What keeping an agent is worth: the least valuable goes first.
 
-        Waiting messages come first; then idle time against the cost of coming back, which is a disk
+        Pinned agents and waiting messages come first; then idle time against the cost of coming back, which is a disk
         read for saved memory and a prefill for memory that cannot be saved.
         """
         idle, table = self._idle(key), memory.tables[key]
         tokens = max(1, table.tokens)
         reload_seconds = tokens * (2e-6 if memory.store is not None else 2e-3) + 0.01
-        return idle.waiting_until > now, reload_seconds / max(1e-3, now - idle.used)
+        return idle.pinned, idle.waiting_until > now, reload_seconds / max(1e-3, now - idle.used)
 
     def _idle(self, key: Key) -> Idle:
         return self.idle.setdefault(key, Idle())
 
-    def touch(self, key: Key) -> None:
+    def touch(self, key: Key, *, pinned: bool = False) -> None:
         """The agent has just spoken."""
         idle = self._idle(key)
-        idle.used, idle.waiting_until = time.monotonic(), 0.0
+        idle.used, idle.waiting_until, idle.pinned = time.monotonic(), 0.0, pinned
 
     def expect(self, key: Key) -> None:
         """A message waits for this agent."""

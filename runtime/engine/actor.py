@@ -182,6 +182,7 @@ class EngineActor:
             text=TextStream(self.loop.loaded.tokenizer.detokenizer, sampling.stop),
             emit=lambda job, event: None,
             origin=request.memory.origin,
+            pinned=request.memory.pinned,
             priority=request.priority,
             deadline=monotonic_deadline(delivery.envelope.deadline),
             truncated=fitted.truncated,
@@ -229,6 +230,7 @@ class EngineActor:
             text=None,
             emit=lambda job, event: None,
             origin=request.memory.origin,
+            pinned=request.memory.pinned,
             priority=-1,
             deadline=monotonic_deadline(delivery.envelope.deadline),
         )

@@ -38,6 +38,7 @@ class Job:
         ids: transcript and prompt, all ids that must have KV before the first token is drawn.
         appended_from: where in ``ids`` the part begins that the caller does not have yet.
         kept: how many ids of the caller's transcript stay in front of that part.
+        pinned: whether its agent stays in memory afterwards.
         deadline: ``time.monotonic()`` at which the caller gives up; infinity if it does not say.
         emit: called on the step thread with each piece of text, and once with the reply or an error.
         constraint: decides which tokens are allowed (typed replies), or None.
@@ -52,6 +53,7 @@ class Job:
     text: TextStream | None
     emit: Callable[[Job, str | Generated | Observed | OffbookError], None]
     origin: str = ""
+    pinned: bool = False
     priority: int = 0
     deadline: float = float("inf")
     truncated: int = 0

@@ -49,6 +49,9 @@ SAVE_AFTER_SECONDS = 3.0
 
 IDLE_WAIT_SECONDS = 0.5
 
+TEAM_AGENTS, TEAM_CONTEXT = 32, 8192
+"""A default budget is cut to what this many agents with contexts of this many tokens need."""
+
 MAX_FAILURES = 5
 """Turns of the loop that fail one after the other before the engine gives up and is started anew."""
 
@@ -61,6 +64,7 @@ class EngineLoop:
         open_store: opens the block store for a fingerprint and spec, or returns None.
         scheme: how KV is kept, or what says so once the model is loaded (its profile).
         budget_bytes: everything this process may use for MLX memory.
+        generous: the budget is a default, so a pool for more agents than a team has is not allocated.
         host: whether the pool is written through NumPy views (CPU).
         native: makes the native kernel's front for a pool, or None where it does not fit.
         trace: file for a Perfetto/Chrome trace.
@@ -74,12 +78,13 @@ class EngineLoop:
         scheme: KVScheme | Callable[[Any], KVScheme],
         budget_bytes: int,
         host: bool,
+        generous: bool = False,
         native: Callable[[PoolArrays], Any] | None = None,
         trace: Path | None = None,
     ) -> None:
         self._load, self._open_store = load, open_store
         self._scheme, self.budget_bytes, self.host = scheme, budget_bytes, host
-        self._native = native
+        self._native, self._generous = native, generous
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._done: Future[None] = Future()
@@ -169,6 +174,10 @@ class EngineLoop:
         # A lazy forward: only its shape is asked for.
         self.vocabulary = int(self.model(mx.array([[1]]), cache=list(make_caches(self.model))).shape[-1])
         self.store = self._open_store(self.fingerprint, self.spec, self.scheme)
+        if self._generous:
+            enough = self.spec.agent_bytes(min(self.loaded.context_limit, TEAM_CONTEXT), self.scheme)
+            fixed = self.weights_bytes + workspace_bytes(self.spec, self.weights_bytes)
+            self.budget_bytes = min(self.budget_bytes, fixed + TEAM_AGENTS * enough)
         self._build_pool()
 
     def _build_pool(self) -> None:

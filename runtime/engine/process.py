@@ -34,6 +34,9 @@ BROKER_GRACE_SECONDS = 5.0
 STUCK_SECONDS = 300.0
 """A single step that takes longer is taken to be stuck: the process ends and the host starts another."""
 
+IO_BYTES = 64 << 20
+"""Bytes on their way to disk at most; what comes on top is written later."""
+
 log = logging.getLogger("offbook.engine")
 
 
@@ -150,7 +153,11 @@ def build_loop(config: EngineConfig) -> Any:
             for tensor in group.tensors(scheme)
         ]
         return BlockStore(
-            config.store_dir, fingerprint=fingerprint, layout=layout, cap_bytes=config.disk_cap_bytes
+            config.store_dir,
+            fingerprint=fingerprint,
+            layout=layout,
+            cap_bytes=config.disk_cap_bytes,
+            pending_bytes=IO_BYTES,
         )
 
     return EngineLoop(
@@ -158,11 +165,21 @@ def build_loop(config: EngineConfig) -> Any:
         open_store,
         # 4 bits is the default, which a calibrated model refines.
         scheme=scheme_for if config.kv_bits == 4 else KVScheme.uniform(config.kv_bits),  # type: ignore[arg-type]
-        budget_bytes=config.budget_bytes or default_budget_bytes(),
+        budget_bytes=config.budget_bytes or default_budget_bytes(working_set_bytes=working_set(mx)),
+        generous=config.budget_bytes is None,
         host=on_cpu,
         trace=Path(config.trace) if config.trace else None,
         native=lambda arrays: NativeAttention(arrays) if supported(arrays) else None,
     )
+
+
+def working_set(mx: Any) -> int | None:
+    """The memory that Metal recommends to use at most, or None elsewhere."""
+    try:
+        info = mx.device_info() if hasattr(mx, "device_info") else mx.metal.device_info()
+        return int(info["max_recommended_working_set_size"])
+    except (AttributeError, KeyError, RuntimeError, ValueError):
+        return None
 
 
 def _has_gpu(mx: Any) -> bool:

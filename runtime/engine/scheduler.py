@@ -61,7 +61,7 @@ class Scheduler:
         job.table = None
         if job in self.running:
             self.running.remove(job)
-            self.supervisor.touch(job.key)
+            self.supervisor.touch(job.key, pinned=job.pinned)
         elif job in self.queue:
             self.queue.remove(job)
         self.look_again()
