@@ -224,6 +224,8 @@ class EngineLoop:
         before, self.budget_bytes = self.budget_bytes, budget
         for key in list(self.memory.tables):
             self.memory.evict(key)
+        if self.store is not None:
+            self.store.flush()  # the next turns look for what was evicted
         queued, idle = self.scheduler.queue, self.supervisor.idle
         # The old arrays must be gone before the new ones are allocated: the budget holds in between.
         del self.arrays, self.batch, self.memory, self.scheduler, self.supervisor, self.pool
