@@ -7,7 +7,7 @@ import anyio
 from offbook.bus import connect
 
 
-async def main(name: str = "ann", question: str = "What is new in the village?") -> None:
+async def main(name: str = "ann", question: str = "What is new?", *_: str) -> None:
     async with connect("village") as bus:
         async with bus.stream(f"villager/{name}", {"type": "Ask", "question": question}, timeout=60) as reply:
             async for piece in reply:

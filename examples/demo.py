@@ -24,11 +24,14 @@ import anyio
 import anyio.abc
 from rich.console import Console
 
-from examples.village import TRADES, TURNS, Report, Turn
+from examples.village import MODEL, TRADES, TURNS, Report, Turn
 from examples.watch import Board, Tally, compare
 from offbook.actors.lm import ENGINE_ADDRESS, EngineStats, Forget, Stats
 from offbook.bus import Bus, connect
 from offbook.bus.errors import OffbookError
+from offbook.runtime.cli_machine import model_progress
+from offbook.runtime.config import InvalidConfig, check_budget, parse_memory
+from offbook.runtime.models.resolve import resolve
 
 QUESTION = "What worries you most today?"
 
@@ -50,32 +53,64 @@ async def start_village(days: int, memory: str, log: Path) -> anyio.abc.Process:
 
 
 class Demo:
-    """One run: the process, the bus, and what was seen."""
+    """One run: the process, and what was seen of it."""
 
-    def __init__(self, bus: Bus, days: int, memory: str, log: Path, board: Board) -> None:
-        self.bus = bus
+    def __init__(self, days: int, memory: str, log: Path, board: Board) -> None:
         self.days = days
         self.memory = memory
         self.log = log
         self.board = board
         self.tally = Tally()
         self.process: anyio.abc.Process | None = None
+        self._ending = False
         self._news = anyio.Event()
 
-    async def watch_turns(self) -> None:
+    async def start(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Start the village; if it ends before it is ended, ``tasks`` fail with ``VillageDied``."""
+        self._ending = False
+        self.process = await start_village(self.days, self.memory, self.log)
+        tasks.start_soon(self._watch_process, self.process)
+
+    async def _watch_process(self, process: anyio.abc.Process) -> None:
+        code = await process.wait()
+        if not self._ending:
+            lines = self.log.read_text(errors="replace").splitlines()[-8:]
+            raise VillageDied(f"the village ended by itself, code {code}:\n  " + "\n  ".join(lines))
+
+    async def kill(self) -> None:
+        """What a power cut does to the host."""
+        assert self.process is not None
+        self._ending = True
+        self.process.kill()
+        await self.process.wait()
+        self.tally.killed()
+
+    async def stop(self) -> None:
+        """End the village in order."""
+        assert self.process is not None
+        self._ending = True
+        self.process.terminate()
+        with anyio.move_on_after(30):
+            await self.process.wait()
+        if self.process.returncode != 0:
+            raise VillageDied(
+                f"the village did not end in order (code {self.process.returncode}); see {self.log}"
+            )
+
+    async def watch_turns(self, bus: Bus) -> None:
         """Every turn, in order, from the first: a subscription goes on where it was after a kill."""
-        async with self.bus.subscribe(TURNS, after=0) as events:
+        async with bus.subscribe(TURNS, after=0) as events:
             async for event in events:
                 self.tally.add(event.decode(Turn))
                 self.board.show(self.tally)
                 news, self._news = self._news, anyio.Event()
                 news.set()
 
-    async def watch_memory(self) -> None:
+    async def watch_memory(self, bus: Bus) -> None:
         """The engine's own account of its memory, twice a second, over all its lives."""
         while True:
             try:
-                stats = await self.bus.ask(ENGINE_ADDRESS, Stats(), timeout=5, returns=EngineStats)
+                stats = await bus.ask(ENGINE_ADDRESS, Stats(), timeout=5, returns=EngineStats)
             except OffbookError:
                 pass  # no engine at this moment: it is loading, or was killed
             else:
@@ -84,52 +119,26 @@ class Demo:
             await anyio.sleep(0.5)
 
     async def until(self, turns: int) -> None:
-        """Wait until so many turns were seen. Raises ``VillageDied`` if their process ends before."""
-        assert self.process is not None
+        """Wait until so many turns were seen."""
         while len(self.tally.turns) < turns:
-            if self.process.returncode is not None:
-                lines = self.log.read_text(errors="replace").splitlines()[-12:]
-                raise VillageDied(
-                    "the village ended, code {}:\n{}".format(self.process.returncode, "\n".join(lines))
-                )
-            with anyio.move_on_after(0.5):
-                await self._news.wait()
+            await self._news.wait()
 
-    async def start(self) -> None:
-        self.process = await start_village(self.days, self.memory, self.log)
-
-    async def kill(self) -> None:
-        assert self.process is not None
-        os.kill(self.process.pid, signal.SIGKILL)
-        await self.process.wait()
-        self.tally.killed()
-
-    async def stop(self) -> int:
-        """End the village in order; returns its exit code."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGTERM)
-        with anyio.move_on_after(30):
-            await self.process.wait()
-        if self.process.returncode is None:
-            self.process.kill()
-        return await self.process.wait()
-
-    async def visit(self, *, cold: bool) -> None:
+    async def visit(self, bus: Bus, *, cold: bool) -> None:
         """Ask every villager, one after another, so that times are not spent waiting for each other."""
         for name in TRADES:
             if cold:
-                await self.bus.ask(ENGINE_ADDRESS, Forget(agent=f"villager/{name}"), timeout=30)
+                await bus.ask(ENGINE_ADDRESS, Forget(agent=f"villager/{name}"), timeout=30)
             seen = len(self.tally.turns)
             body = {"type": "Ask", "question": QUESTION}
-            async with self.bus.stream(f"villager/{name}", body, timeout=120) as reply:
+            async with bus.stream(f"villager/{name}", body, timeout=120) as reply:
                 await reply.final()
             await self.until(seen + 1)
 
-    async def reports(self) -> dict[str, list[int]]:
+    async def reports(self, bus: Bus) -> dict[str, list[int]]:
         """From each villager's durable state: which days' news they heard."""
         found = {}
         for name in TRADES:
-            report = await self.bus.ask(f"villager/{name}", Report(), timeout=60)
+            report = await bus.ask(f"villager/{name}", Report(), timeout=60)
             found[name] = report["days"]
         return found
 
@@ -139,35 +148,35 @@ async def run(days: int, memory: str, home: Path, console: Console) -> dict[str,
     started = time.monotonic()
     per_day = len(TRADES)
     with Board(console) as board:
-        board.say(f"{per_day} villagers, {days} days of news, {memory} for weights and memory together")
-        process = await start_village(days, memory, home / "village.log")
-        async with connect("village", timeout=120) as bus, anyio.create_task_group() as tasks:
-            demo = Demo(bus, days, memory, home / "village.log", board)
-            demo.process = process
-            try:
-                tasks.start_soon(demo.watch_turns)
-                tasks.start_soon(demo.watch_memory)
+        demo = Demo(days, memory, home / "village.log", board)
+        try:
+            async with anyio.create_task_group() as tasks:
+                board.say(
+                    f"{per_day} villagers, {days} days of news, {memory} for weights and memory together"
+                )
+                await demo.start(tasks)
+                async with connect("village", timeout=120) as bus:
+                    tasks.start_soon(demo.watch_turns, bus)
+                    tasks.start_soon(demo.watch_memory, bus)
 
-                # In the middle of a day, with several villagers in the middle of a sentence.
-                await demo.until(days // 2 * per_day + 3)
-                await demo.kill()
-                board.say(f"killed process {process.pid} with SIGKILL; starting it again")
-                await demo.start()
-                await demo.until(days * per_day)
+                    # In the middle of a day, with several villagers in the middle of a sentence.
+                    await demo.until(days // 2 * per_day + 3)
+                    await demo.kill()
+                    board.say("killed the village's process with SIGKILL; starting it again")
+                    await demo.start(tasks)
+                    await demo.until(days * per_day)
 
-                board.say(f"a visitor asks everyone: {QUESTION!r} (warm, then cold, then warm)")
-                demo.tally.compare_from_here()
-                await demo.visit(cold=False)
-                await demo.visit(cold=True)
-                await demo.visit(cold=False)
-                heard = await demo.reports()
-                code = await demo.stop()
-                if code != 0:
-                    raise VillageDied(f"the village ended with code {code}; see {demo.log}")
-            finally:
-                if demo.process is not None and demo.process.returncode is None:
-                    demo.process.kill()
-                tasks.cancel_scope.cancel()
+                    board.say(f"a visitor asks everyone: {QUESTION!r} (warm, then cold, then warm)")
+                    demo.tally.compare_from_here()
+                    await demo.visit(bus, cold=False)
+                    await demo.visit(bus, cold=True)
+                    await demo.visit(bus, cold=False)
+                    heard = await demo.reports(bus)
+                    await demo.stop()
+                    tasks.cancel_scope.cancel()
+        finally:
+            if demo.process is not None and demo.process.returncode is None:
+                demo.process.kill()
     result = demo.tally.result(heard, days)
     compare(console, demo.tally, result, time.monotonic() - started)
     return result
@@ -180,11 +189,26 @@ def main() -> None:
     parser.add_argument("--memory", default=BUDGET, help="memory budget of the engine")
     parser.add_argument("--home", type=Path, default=Path("out/demo").absolute(), help="emptied at the start")
     options = parser.parse_args()
+    try:
+        check_budget(parse_memory(options.memory))
+    except InvalidConfig as exc:
+        parser.error(str(exc))
     shutil.rmtree(options.home, ignore_errors=True)
     options.home.mkdir(parents=True)
     os.environ["OFFBOOK_HOME"] = str(options.home)  # the village's process inherits it; connect() looks there
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # take the village along, whoever ends us
-    result = anyio.run(run, options.days, options.memory, options.home, Console())
+    console = Console()
+    try:
+        with model_progress(console) as progress:  # the first run fetches and converts the model
+            resolve(MODEL, progress=progress)
+        result = anyio.run(run, options.days, options.memory, options.home, console)
+    except OffbookError as exc:
+        raise SystemExit(f"{exc.code}: {exc}") from exc
+    except BaseExceptionGroup as group:
+        died = group.subgroup(VillageDied)
+        if died is None:
+            raise
+        raise SystemExit(str(died.exceptions[0])) from None
     print(json.dumps(result), flush=True)
     if result["lost"] or result["repeated"] or not result["resumed"]:
         raise SystemExit(1)

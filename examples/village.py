@@ -19,6 +19,8 @@ import anyio
 from offbook.actors import Agent, Message, Reply, Request, Speech, on
 from offbook.runtime import Runtime
 
+MODEL = "wheel:smollm2-135m-instruct"
+
 SQUARE, TURNS = "square", "turns"
 
 TRADES = {
@@ -197,7 +199,7 @@ async def went_round(rt: Runtime, day: int) -> None:
 
 async def main(days: int = 3, *, memory: int | str | None = None, stay: bool = False) -> None:
     """Run the village until the news of ``days`` days went round; ``stay`` waits for visitors after that."""
-    async with Runtime("village", model="wheel:smollm2-135m-instruct", memory=memory) as rt:
+    async with Runtime("village", model=MODEL, memory=memory) as rt:
         for name, trade in TRADES.items():
             await rt.spawn(Villager, name, trade=trade)
             await rt.tell(f"villager/{name}", Story(life_story(name, trade)), once=f"story of {name}")

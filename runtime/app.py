@@ -152,19 +152,19 @@ class Runtime:
             )
         try:
             async with unwrapped(), anyio.create_task_group() as tasks:
-                stop = anyio.Event()
-                await tasks.start(self._parts, stop)
+                up, stop = anyio.Event(), anyio.Event()
                 try:
+                    # Not tasks.start(): cancelled, it would cancel the parts instead of ending them.
+                    tasks.start_soon(self._parts, up, stop)
+                    await up.wait()
                     yield
                 finally:
                     stop.set()
         finally:
             self._lock.release()
 
-    async def _parts(
-        self, stop: anyio.Event, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED
-    ) -> None:
-        """Start the parts, keep them until ``stop``, end them in order.
+    async def _parts(self, up: anyio.Event, stop: anyio.Event) -> None:
+        """Start the parts, say ``up``, keep them until ``stop``, end them in order.
 
         Shielded: a cancelled script (Ctrl-C, a passed deadline) still ends in order. The actors go first,
         so that no turn sees the engine go; then the engine, which flushes; then the bus and the journal.
@@ -185,7 +185,7 @@ class Runtime:
                 children.start_soon(serve_descriptions, bus, host)
                 self._bus = bus
                 try:
-                    task_status.started()
+                    up.set()
                     await stop.wait()
                 finally:
                     self._host = self._bus = None

@@ -150,6 +150,17 @@ async def test_a_cancelled_script_ends_in_order() -> None:
         pass
 
 
+async def test_cancelled_at_any_moment_of_its_start_it_ends_in_order() -> None:
+    with anyio.fail_after(60):
+        for step in range(16):
+            with anyio.move_on_after(0.01 * step):
+                async with Runtime("team") as rt:
+                    await rt.spawn(Neighbour, "ann")
+                    await anyio.sleep_forever()
+        async with Runtime("team", engine=False) as rt:
+            assert await rt.ask("neighbour/ann", Count()) == 0
+
+
 async def test_one_runtime_of_a_name_at_a_time_and_the_error_names_it() -> None:
     async with Runtime("team", engine=False):
         with pytest.raises(RuntimeInUse, match=str(os.getpid())):
