@@ -158,6 +158,7 @@ async def test_cancelled_at_any_moment_of_its_start_it_ends_in_order() -> None:
                     await rt.spawn(Neighbour, "ann")
                     await anyio.sleep_forever()
         async with Runtime("team", engine=False) as rt:
+            await rt.spawn(Neighbour, "ann")
             assert await rt.ask("neighbour/ann", Count()) == 0
 
 
