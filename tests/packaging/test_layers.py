@@ -23,10 +23,13 @@ def imports(folder: str) -> Iterator[tuple[str, str]]:
                 for name in node.names:
                     yield str(path.relative_to(ROOT)), name.name
             elif isinstance(node, ast.ImportFrom):
-                assert node.level == 0, f"{path}: relative import; write offbook.{folder}..."
-                yield str(path.relative_to(ROOT)), node.module or ""
+                module = node.module or ""
+                if node.level:
+                    package = ("offbook", *path.relative_to(ROOT).parts)[: -node.level]
+                    module = ".".join((*package, module) if module else package)
+                yield str(path.relative_to(ROOT)), module
                 for name in node.names:
-                    yield str(path.relative_to(ROOT)), f"{node.module}.{name.name}"
+                    yield str(path.relative_to(ROOT)), f"{module}.{name.name}"
 
 
 @pytest.mark.parametrize(("folder", "forbidden"), [("bus", ("actors", "runtime")), ("actors", ("runtime",))])
