@@ -31,6 +31,7 @@ from ..kv.probe import derive, make_caches
 from ..kv.scheme import KVScheme
 from ..kv.spec import ModelCacheSpec
 from ..kv.table import Ids
+from ..models import linear
 from ..observe.metrics import Metrics
 from ..observe.trace import Trace
 from ..store.hashing import chain_at
@@ -62,7 +63,7 @@ class EngineLoop:
     Args:
         load: loads the model, on the step thread.
         open_store: opens the block store for a fingerprint and spec, or returns None.
-        scheme: how KV is kept, or what says so once the model is loaded (its profile).
+        scheme: how KV is kept, or what says so of the loaded model and its cache spec (``scheme_for``).
         budget_bytes: everything this process may use for MLX memory.
         generous: the budget is a default, so a pool for more agents than a team has is not allocated.
         host: whether the pool is written through NumPy views (CPU).
@@ -75,7 +76,7 @@ class EngineLoop:
         load: Callable[[], Any],
         open_store: Callable[[str, ModelCacheSpec, KVScheme], Any],
         *,
-        scheme: KVScheme | Callable[[Any], KVScheme],
+        scheme: KVScheme | Callable[[Any, ModelCacheSpec], KVScheme],
         budget_bytes: int,
         host: bool,
         generous: bool = False,
@@ -167,8 +168,10 @@ class EngineLoop:
         self.loaded = self._load()
         self.model = self.loaded.model
         mx.eval(self.model.parameters())
+        if self.host and self._native is not None:
+            linear.install(self.model)
         self.spec = derive(self.model)
-        self.scheme = self._scheme(self.loaded) if callable(self._scheme) else self._scheme
+        self.scheme = self._scheme(self.loaded, self.spec) if callable(self._scheme) else self._scheme
         self.fingerprint: str = self.loaded.fingerprint_for(self.scheme.describe() + self.spec.describe())
         self.weights_bytes = int(self.loaded.weights_bytes)
         # A lazy forward: only its shape is asked for.

@@ -33,8 +33,6 @@
 
 #define API __attribute__((visibility("default")))
 
-#define API __attribute__((visibility("default")))
-
 /* ---- one compilation per instruction set */
 
 #if defined(__clang__)
@@ -55,6 +53,7 @@
 #include "native_simd.h"
 #include "native_attend.h"
 #include "native_quant.h"
+#include "native_dot.h"
 #undef VW
 #undef NV
 #undef FN
@@ -70,6 +69,7 @@
 #include "native_simd.h"
 #include "native_attend.h"
 #include "native_quant.h"
+#include "native_dot.h"
 #undef VW
 #undef NV
 #undef FN
@@ -85,6 +85,7 @@
 #include "native_simd.h"
 #include "native_attend.h"
 #include "native_quant.h"
+#include "native_dot.h"
 #undef ISA_AVX512
 #endif
 
@@ -94,9 +95,10 @@ struct isa {
     void (*join)(const struct layer *, const float *, int64_t, int64_t, const float *, int64_t, struct rows);
     void (*seal)(const struct layer *, int64_t, int32_t, int32_t, int, float *);
     void (*dequantise)(const struct layer *, const struct chunk *, int64_t, int64_t, float *, float *, float *);
+    void (*linear)(const struct linear *, const struct input *, int64_t, int64_t, float *);
 };
 
-#define SET(n) {#n, attend_##n, join_##n, seal_##n, dequantise_##n}
+#define SET(n) {#n, attend_##n, join_##n, seal_##n, dequantise_##n, linear_##n}
 static const struct isa sets[] = {
     SET(plain),
 #if defined(__x86_64__)
@@ -203,6 +205,7 @@ static inline int64_t over(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 #include "native_decode.h"
 #include "native_prefill.h"
+#include "native_linear.h"
 
 /* ---- sealing, and history as float32 */
 
@@ -268,7 +271,7 @@ API int offbook_dequantise(const struct layer *l, const struct step *s, int64_t 
 
 /* ---- what the library is and may use */
 
-API int offbook_abi(void) { return 1; }
+API int offbook_abi(void) { return 2; }
 
 API void offbook_threads(int threads) {
     pool_resize(threads);

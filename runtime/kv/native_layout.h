@@ -35,6 +35,11 @@ struct rows { /* [tokens, heads, width] with any strides (in floats) of the firs
     int64_t token, head;
 };
 
+struct linear { /* one layer's weights [n, k], as nn.Linear keeps them; bias [n] or NULL */
+    const float *w, *bias;
+    int64_t n;
+};
+
 /* ---- the pool as chunks of up to 256 tokens of one KV head */
 
 struct chunk {
@@ -64,6 +69,11 @@ struct product { /* see FN(multiply) */
     int64_t c_row;
     const float *alpha;
     int64_t ahead;                      /* where b's bytes of the next chunk are, relative to this one's */
+};
+
+struct input { /* x of a linear layer: m rows of k floats, `row` floats apart, zero behind the k-th */
+    const float *data;
+    int64_t m, k, row;
 };
 
 static inline int64_t padded(int64_t width) { return (width + 15) / 16 * 16; }

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-_ABI = 1
+_ABI = 2
 
 
 class NativeUnavailable(RuntimeError):
@@ -48,6 +48,7 @@ def _load() -> ctypes.CDLL:
             ctypes.c_int,
             [pointer, pointer, integer, integer, integer, pointer, integer, pointer, integer],
         ),
+        "offbook_linear": (ctypes.c_int, [integer, pointer, integer, integer, pointer, pointer]),
         "offbook_threads": (None, [ctypes.c_int]),
         "offbook_isa": (ctypes.c_char_p, [ctypes.c_char_p]),
     }

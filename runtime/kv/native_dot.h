@@ -1,0 +1,120 @@
+/* Four weight rows times several rows of x, for one instruction set: the inner part of a linear layer.
+ *
+ * A dot product keeps one vector of partial sums, element k going to lane k % VW in order of k, and joins its
+ * lanes by halves (i with i + VW/2, and so on). That order is the same however many rows are computed
+ * together, so neither the number of rows nor how they are cut into blocks changes a result's bits.
+ */
+
+#if defined(ISA_AVX512)
+#define XR 6 /* rows of x at once: 4 x 6 sums and the loaded values fill the registers */
+#elif defined(__aarch64__)
+#define XR 5
+#else
+#define XR 2
+#endif
+
+/* Join the lanes of four vectors of partial sums: four sums. */
+SIMD void FN(join_lanes)(const vf *s, float *out) {
+#if defined(ISA_AVX512)
+    __m512 a = (__m512)s[0], b = (__m512)s[1], c = (__m512)s[2], d = (__m512)s[3];
+    __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+    __m512 v = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4e));
+    v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
+    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, v)));
+#elif defined(ISA_AVX2)
+    __m256 a = (__m256)s[0], b = (__m256)s[1], c = (__m256)s[2], d = (__m256)s[3];
+    __m256 ab = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    __m256 cd = _mm256_add_ps(_mm256_permute2f128_ps(c, d, 0x20), _mm256_permute2f128_ps(c, d, 0x31));
+    __m256 v = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee)); /* a a c c, b b d d */
+    v = _mm256_add_ps(v, _mm256_permute_ps(v, 0xb1));
+    _mm_storeu_ps(out, _mm_unpacklo_ps(_mm_shuffle_ps(_mm256_castps256_ps128(v), _mm256_castps256_ps128(v), 0x88),
+                                       _mm_shuffle_ps(_mm256_extractf128_ps(v, 1), _mm256_extractf128_ps(v, 1), 0x88)));
+#else
+    for (int r = 0; r < 4; r++) out[r] = (s[r][0] + s[r][2]) + (s[r][1] + s[r][3]);
+#endif
+}
+
+/* `xr` rows of x (rows of `x_row` floats, zero behind their k-th) times four weight rows. `next`: what to fetch
+ * from memory meanwhile, `lines` cache lines a step. */
+SIMD void FN(dots)(const int xr, const int lines, const float *const *w, const float *x, int64_t x_row, int64_t k,
+                   const char *next, float (*out)[4]) {
+    vf sum[XR][4], a[4];
+    int64_t i = 0;
+    UNROLL for (int c = 0; c < xr; c++)
+        UNROLL for (int r = 0; r < 4; r++) sum[c][r] = (vf){0};
+    for (; i + VW <= k; i += VW) {
+        UNROLL for (int r = 0; r < 4; r++) a[r] = FN(load)(w[r] + i);
+        UNROLL for (int j = 0; j < lines; j++) __builtin_prefetch(next + 64 * j);
+        next += 64 * lines;
+        UNROLL for (int c = 0; c < xr; c++) {
+            vf b = FN(load)(x + c * x_row + i);
+            UNROLL for (int r = 0; r < 4; r++) sum[c][r] += a[r] * b;
+        }
+    }
+    if (i < k) {
+        UNROLL for (int r = 0; r < 4; r++) {
+            a[r] = (vf){0};
+            memcpy(&a[r], w[r] + i, (size_t)(k - i) * 4);
+        }
+        UNROLL for (int c = 0; c < xr; c++) {
+            vf b = FN(load)(x + c * x_row + i);
+            UNROLL for (int r = 0; r < 4; r++) sum[c][r] += a[r] * b;
+        }
+    }
+    UNROLL for (int c = 0; c < xr; c++) FN(join_lanes)(sum[c], out[c]);
+}
+
+#define DOTS(xr, lines)                                                                                            \
+    static __attribute__((noinline)) TARGET void FN(dots_##xr##_##lines)(                                          \
+        const float *const *w, const float *x, int64_t x_row, int64_t k, const char *next, float (*out)[4]) {        \
+        FN(dots)(xr, lines, w, x, x_row, k, next, out);                                                            \
+    }
+#define DOTS_ANY(xr) DOTS(xr, 1) DOTS(xr, 2) DOTS(xr, 4)
+#define DOTS_OF(xr) {FN(dots_##xr##_1), FN(dots_##xr##_2), FN(dots_##xr##_4)}
+typedef void (*FN(dots_function))(const float *const *, const float *, int64_t, int64_t, const char *, float (*)[4]);
+DOTS_ANY(1) DOTS_ANY(2)
+#if XR > 2
+DOTS_ANY(3) DOTS_ANY(4) DOTS_ANY(5)
+#endif
+#if XR > 5
+DOTS_ANY(6)
+#endif
+static const FN(dots_function) FN(dots_functions)[XR][3] = {
+    DOTS_OF(1), DOTS_OF(2),
+#if XR > 2
+    DOTS_OF(3), DOTS_OF(4), DOTS_OF(5),
+#endif
+#if XR > 5
+    DOTS_OF(6),
+#endif
+};
+
+/* Weight rows [from, to) of one layer, all m rows of x: y[m][n]. */
+static TARGET void FN(linear)(const struct linear *l, const struct input *x, int64_t from, int64_t to, float *y) {
+    const int64_t k = x->k, passes = (x->m + XR - 1) / XR, few = x->m / passes, more = x->m % passes;
+    const int64_t each = VW / 4 / passes; /* cache lines to fetch a step, for the whole block in all passes */
+    const int lines = each >= 3 ? 2 : each >= 1 && passes < VW / 4 ? 1 : 0; /* index of 4, 2 or 1 */
+    const int64_t bytes = k * 16; /* four rows */
+    for (int64_t n = from; n < to; n += 4) {
+        const float *w[4];
+        float out[XR][4];
+        const int64_t have = to - n < 4 ? to - n : 4;
+        for (int r = 0; r < 4; r++) w[r] = l->w + (n + (r < have ? r : have - 1)) * k;
+        for (int64_t pass = 0, row = 0; pass < passes; pass++) {
+            const int64_t rows = few + (pass < more);
+            FN(dots_functions)[rows - 1][lines](w, x->data + row * x->row, x->row, k,
+                                                (const char *)(w[0]) + bytes + pass * bytes / passes, out);
+            for (int64_t c = 0; c < rows; c++)
+                for (int64_t r = 0; r < have; r++)
+                    y[(row + c) * l->n + n + r] = l->bias ? out[c][r] + l->bias[n + r] : out[c][r];
+            row += rows;
+        }
+    }
+}
+
+#undef XR
+#undef DOTS
+#undef DOTS_ANY
+#undef DOTS_OF
