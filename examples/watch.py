@@ -210,7 +210,7 @@ def compare(console: Console, tally: Tally, result: dict[str, object], took: flo
     """The summary: what was counted, and warm restores beside cold prefills of the same histories."""
     warm, cold = tally.warm_and_cold()
     console.print(
-        f"\n{result['turns']} turns of {result['agents']} of {len(TRADES)} villagers in {took:.0f} s: "
+        f"\n{result['turns']} turns of {result['agents']} villagers in {took:.0f} s: "
         f"{result['lost']} lost, {result['repeated']} repeated; killed after turn {tally.kill_at}, "
         + ("everyone went on from memory" if result["resumed"] else "not everyone went on from memory")
         + f"\n{result['cold_prefills']} histories read once, {result['restores']} restored from disk, "
@@ -219,10 +219,10 @@ def compare(console: Console, tally: Tally, result: dict[str, object], took: flo
         highlight=False,
         soft_wrap=True,
     )
-    table = Table(title="The same question to the same histories (medians)")
-    for name in ("memory", "visits", "history, tokens", "tokens prefilled", "time to first token"):
+    table = Table(title="The same question to the same histories (medians, tokens)")
+    for name in ("memory", "visits", "history", "of that read", "first token"):
         table.add_column(name, justify="left" if name == "memory" else "right")
-    for label, turns in (("restored from disk", warm), ("read again", cold)):
+    for label, turns in (("restored", warm), ("read again", cold)):
         if turns:
             table.add_row(
                 label,
