@@ -59,7 +59,8 @@ def measure(name: str, ref: str, windows: int, text: str) -> dict[str, float]:
     plain_form = load(ref, latent=False)
     loaded = load(ref) if plain_form.config.get("model_type") == "deepseek_v2" else plain_form
     # Deriving a spec rebinds the attention of the model's modules, which passes foreign caches through.
-    spec, scheme = derive(loaded.model), profile.scheme_for(loaded)
+    spec = derive(loaded.model)
+    scheme = profile.scheme_for(loaded, spec)
     plain, ours = Runner(plain_form.model), Runner(loaded.model)
     makers = {
         "fp": plain.with_mlx(),

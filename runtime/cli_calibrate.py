@@ -100,7 +100,7 @@ def show_profile(
     """Show the scheme an engine keeps this model's KV by, or forget what calibration chose."""
     loaded = _load(reference)
     from offbook.runtime.kv import profile
-    from offbook.runtime.kv.scheme import KVScheme
+    from offbook.runtime.kv.probe import derive
 
     if forget and profile.forget(loaded.fingerprint):
         console.print(f"The profile of {reference} is deleted.", highlight=False)
@@ -108,7 +108,8 @@ def show_profile(
     if as_json:
         typer.echo(msgspec.json.encode(found).decode())
     elif found is None:
-        console.print(f"{reference} has no profile: {_words(KVScheme())}", highlight=False)
+        scheme = profile.default_scheme(derive(loaded.model))
+        console.print(f"{reference} has no profile: {_words(scheme)}", highlight=False)
     else:
         console.print(
             f"{reference}: {_words(found.scheme)}; {found.bytes_per_token:.0f} bytes a token, perplexity "

@@ -31,7 +31,7 @@ from .cache import BatchQuantizedKVCache, Step
 from .kernel import NativeAttention, supported
 from .pool import BlockPool
 from .probe import derive, make_caches
-from .profile import check_target
+from .profile import check_target, default_scheme
 from .scheme import BLOCK, GROUP, KVScheme, LayerScheme
 from .spec import ModelCacheSpec, value_group
 from .table import AgentTable, Ids
@@ -244,7 +244,7 @@ def target_bytes(
     least = min(bytes_per_token(spec, scheme) for scheme in every_scheme(spec))
     if per_token is None:
         if ratio is None:
-            return bytes_per_token(spec, KVScheme())
+            return bytes_per_token(spec, default_scheme(spec))
         per_token = ratio * full
     if per_token < least:
         raise InvalidRequest(
@@ -293,7 +293,8 @@ def candidates(spec: ModelCacheSpec, target: float) -> list[KVScheme]:
             exact != other and all(a <= b for a, b in zip(exact, other, strict=True)) for _, other in fitting
         )
     ]
-    return best if KVScheme() in best else [KVScheme(), *best]
+    default = default_scheme(spec)
+    return best if default in best else [default, *best]
 
 
 def _precision(spec: ModelCacheSpec, scheme: KVScheme) -> tuple[int, ...]:

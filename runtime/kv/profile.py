@@ -18,7 +18,8 @@ import msgspec
 from offbook.bus.errors import InvalidRequest, OffbookError
 
 from ..models.cache import cache_root, disk_errors
-from .scheme import KVScheme
+from .scheme import GROUP, KVScheme, LayerScheme
+from .spec import ModelCacheSpec
 
 FORMAT: Final = 1
 
@@ -117,7 +118,28 @@ def forget(model: str) -> bool:
     return existed
 
 
-def scheme_for(loaded: Any) -> KVScheme:
-    """The scheme for a ``LoadedModel``: its profile's, else the default."""
+WIDE: Final = 128
+"""Head width from which the default scheme of dense models is the compact one."""
+
+COMPACT: Final = LayerScheme(value_group=128)
+
+
+def default_scheme(spec: ModelCacheSpec) -> KVScheme:
+    """The scheme of a model that was not calibrated.
+
+    Dense models with wide heads, whose agents are the largest, have value groups as wide as a head and a
+    tail of 64: 4.38 bits a number instead of 4.5 and half the 16-bit tokens, so that an agent takes about
+    what it does in plain 4-bit caches without a tail. Measured on the wide heads of Gemma 3 270M, that moves
+    predictions by 8.8 instead of 5.9 thousandths of a nat a token (plain 4 bits: 322). A shorter tail alone
+    changes hardly anything (14.3 and 13.6 with SmolLM2, 2.07 both with the tiny DeepSeek-V2).
+    """
+    layers = spec.attention_layers
+    if layers and all(layer.kind == "full" and layer.value_width >= WIDE for layer in layers):
+        return KVScheme(full=COMPACT, window=COMPACT, tail=GROUP)
+    return KVScheme()
+
+
+def scheme_for(loaded: Any, spec: ModelCacheSpec) -> KVScheme:
+    """The scheme for a ``LoadedModel``: its profile's, else the default for its shapes."""
     profile = find(loaded.fingerprint)
-    return profile.scheme if profile is not None else KVScheme()
+    return profile.scheme if profile is not None else default_scheme(spec)

@@ -20,8 +20,9 @@ from offbook.runtime.config import EngineConfig
 from offbook.runtime.engine.loop import EngineLoop
 from offbook.runtime.engine.process import build_loop
 from offbook.runtime.kv import calibrate, profile
-from offbook.runtime.kv.profile import Profile, find, forget, profile_path, save, scheme_for
+from offbook.runtime.kv.profile import Profile, default_scheme, find, forget, profile_path, save, scheme_for
 from offbook.runtime.kv.scheme import KVScheme, LayerScheme
+from offbook.runtime.kv.spec import LayerSpec, ModelCacheSpec
 from offbook.runtime.models.fingerprint import combine
 from offbook.runtime.models.load import load
 
@@ -34,6 +35,9 @@ OTHER = KVScheme(full=LayerScheme(key_bits=8), tail=64)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OFFBOOK_CACHE", str(tmp_path))
     return tmp_path
+
+
+SMALL = ModelCacheSpec((LayerSpec(0, "full", 3, 64, 64),))
 
 
 def made(model: str, scheme: KVScheme = OTHER) -> Profile:
@@ -65,8 +69,28 @@ def test_a_newer_profile_takes_the_place_of_the_older() -> None:
 
 def test_a_model_without_a_profile_has_the_default(caplog: pytest.LogCaptureFixture) -> None:
     assert find("abc") is None
-    assert scheme_for(SimpleNamespace(fingerprint="abc")) == KVScheme()
+    assert scheme_for(SimpleNamespace(fingerprint="abc"), SMALL) == KVScheme()
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("layers", "compact"),
+    [
+        ([LayerSpec(0, "full", 8, 128, 128), LayerSpec(1, "full", 8, 128, 128)], True),
+        ([LayerSpec(0, "full", 8, 128, 128), LayerSpec(1, "state", arrays=2)], True),
+        ([LayerSpec(0, "full", 8, 128, 64)], False),
+        ([LayerSpec(0, "full", 1, 256, 256), LayerSpec(1, "window", 1, 256, 256, 512)], False),
+        ([LayerSpec(0, "latent", 1, 576, 512)], False),
+        ([LayerSpec(0, "state", arrays=2)], False),
+    ],
+)
+def test_dense_models_with_wide_heads_are_kept_more_compactly(layers: list[LayerSpec], compact: bool) -> None:
+    spec = ModelCacheSpec(tuple(layers))
+    compactly = LayerScheme(value_group=128)
+    assert default_scheme(spec) == (
+        KVScheme(full=compactly, window=compactly, tail=64) if compact else KVScheme()
+    )
+    assert spec.agent_bytes(4096, default_scheme(spec)) <= spec.agent_bytes(4096, KVScheme())
 
 
 def test_a_forgotten_profile_is_gone() -> None:
@@ -95,7 +119,7 @@ def test_a_profile_that_cannot_be_used_counts_as_none_and_is_said(
     path = save(made("abc"))
     path.write_text(damage(path.read_text()))
     with caplog.at_level(logging.WARNING):
-        assert scheme_for(SimpleNamespace(fingerprint="abc")) == KVScheme()
+        assert scheme_for(SimpleNamespace(fingerprint="abc"), SMALL) == KVScheme()
     assert str(path) in caplog.text
 
 
