@@ -147,9 +147,9 @@ def occupy(pool: BlockPool, spec: ModelCacheSpec, scheme: KVScheme, agent: str, 
     """An agent's table as it is at rest with ``tokens`` tokens, its slots and pages taken from the pool."""
     table = AgentTable(agent, "", spec.groups, scheme, tokens=tokens, sealed=scheme.sealed(tokens))
     for index, group in enumerate(spec.groups):
-        for block in range(-(-table.sealed // BLOCK)):
-            gone = block < group.first_block(tokens)
-            table.slots[index].append(ABSENT if gone else pool.groups[index].take())
+        held = group.blocks(tokens, table.sealed)
+        table.slots[index] = [ABSENT] * (-(-table.sealed // BLOCK) - held)
+        table.slots[index] += [pool.groups[index].take() for _ in range(held)]
     table.pages = [pool.pages.take() for _ in range(-(-(tokens - table.sealed) // GROUP))]
     return table
 

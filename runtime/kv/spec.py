@@ -124,8 +124,11 @@ class LayerGroup:
         return 0 if self.window is None else max(0, tokens - self.window + 1) // BLOCK
 
     def blocks(self, tokens: int, sealed: int) -> int:
-        """Blocks of this group an agent of ``tokens`` tokens, ``sealed`` of them sealed, keeps."""
-        return max(0, -(-sealed // BLOCK) - self.first_block(tokens))
+        """Blocks of this group an agent of ``tokens`` tokens, ``sealed`` of them sealed, keeps.
+
+        A part-filled block stays whatever the window: it is still to be saved.
+        """
+        return -(-sealed // BLOCK) - min(self.first_block(tokens), sealed // BLOCK)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from offbook.runtime.kv.calibrate import (
     target_bytes,
 )
 from offbook.runtime.kv.probe import derive
+from offbook.runtime.kv.profile import default_scheme
 from offbook.runtime.kv.scheme import KVScheme, LayerScheme
 from offbook.runtime.kv.spec import LayerSpec, ModelCacheSpec
 from offbook.runtime.models.load import LoadedModel, load
@@ -122,26 +123,27 @@ def test_schemes_differ_in_what_they_store(spec: ModelCacheSpec) -> None:
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("room", [1.0, 1.1, 1.5, 3.0])
 def test_candidates_fit_and_no_other_is_better_in_everything(spec: ModelCacheSpec, room: float) -> None:
-    target = bytes_per_token(spec, KVScheme()) * room
+    default = default_scheme(spec)
+    target = bytes_per_token(spec, default) * room
     found = candidates(spec, target)
-    assert KVScheme() in found
+    assert default in found
+    better = LayerScheme(key_bits=8, value_bits=8, value_group=32)
+    everything = KVScheme(full=better, window=better, tail=128)
     for scheme in found:
         assert bytes_per_token(spec, scheme) <= target
-        if scheme != KVScheme():
-            better = LayerScheme(key_bits=8, value_bits=8, value_group=32)
-            everything = KVScheme(full=better, window=better, tail=128)
+        if scheme != default:
             # With room for it, the one that is best in everything is the only one left.
             assert bytes_per_token(spec, everything) > target or scheme.full.key_bits == 8
 
 
 def test_bits_of_window_layers_are_chosen_apart() -> None:
-    found = candidates(WINDOWED, bytes_per_token(WINDOWED, KVScheme()) * 1.3)
+    found = candidates(WINDOWED, bytes_per_token(WINDOWED, KVScheme()) * 1.1)
     assert any(scheme.window.key_bits == 8 and scheme.full.key_bits == 4 for scheme in found)
 
 
 def test_a_target_is_bytes_a_ratio_or_what_the_default_takes() -> None:
     full = DENSE.fp16_bytes(4096) / 4096
-    assert target_bytes(DENSE) == bytes_per_token(DENSE, KVScheme())
+    assert target_bytes(DENSE) == bytes_per_token(DENSE, default_scheme(DENSE))
     assert target_bytes(DENSE, ratio=0.5) == full / 2
     assert target_bytes(DENSE, per_token=950) == 950
 

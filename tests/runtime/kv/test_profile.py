@@ -73,24 +73,28 @@ def test_a_model_without_a_profile_has_the_default(caplog: pytest.LogCaptureFixt
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    ("layers", "compact"),
-    [
-        ([LayerSpec(0, "full", 8, 128, 128), LayerSpec(1, "full", 8, 128, 128)], True),
-        ([LayerSpec(0, "full", 8, 128, 128), LayerSpec(1, "state", arrays=2)], True),
-        ([LayerSpec(0, "full", 8, 128, 64)], False),
-        ([LayerSpec(0, "full", 1, 256, 256), LayerSpec(1, "window", 1, 256, 256, 512)], False),
-        ([LayerSpec(0, "latent", 1, 576, 512)], False),
-        ([LayerSpec(0, "state", arrays=2)], False),
-    ],
-)
-def test_dense_models_with_wide_heads_are_kept_more_compactly(layers: list[LayerSpec], compact: bool) -> None:
-    spec = ModelCacheSpec(tuple(layers))
-    compactly = LayerScheme(value_group=128)
-    assert default_scheme(spec) == (
-        KVScheme(full=compactly, window=compactly, tail=64) if compact else KVScheme()
-    )
-    assert spec.agent_bytes(4096, default_scheme(spec)) <= spec.agent_bytes(4096, KVScheme())
+COMPACT = LayerScheme(value_group=128)
+BY_SHAPE = {
+    "wide": ([LayerSpec(0, "full", 8, 128, 128)] * 2, KVScheme(full=COMPACT, window=COMPACT, tail=64)),
+    "wide, recurrent": (
+        [LayerSpec(0, "full", 8, 128, 128), LayerSpec(1, "state", arrays=2)],
+        KVScheme(full=COMPACT, window=COMPACT, tail=64),
+    ),
+    "narrow values": ([LayerSpec(0, "full", 8, 128, 64)], KVScheme()),
+    "short windows": (
+        [LayerSpec(0, "full", 1, 256, 256), LayerSpec(1, "window", 1, 256, 256, 512)],
+        KVScheme(window=LayerScheme(key_bits=8, value_group=32), tail=64),
+    ),
+    "long windows": ([LayerSpec(0, "full", 8, 64, 64), LayerSpec(1, "window", 8, 64, 64, 4096)], KVScheme()),
+    "windows alone": ([LayerSpec(0, "window", 8, 64, 64, 512)], KVScheme()),
+    "latent": ([LayerSpec(0, "latent", 1, 576, 512)], KVScheme()),
+    "recurrent": ([LayerSpec(0, "state", arrays=2)], KVScheme()),
+}
+
+
+@pytest.mark.parametrize(("layers", "expected"), BY_SHAPE.values(), ids=BY_SHAPE)
+def test_the_default_scheme_suits_the_shapes(layers: list[LayerSpec], expected: KVScheme) -> None:
+    assert default_scheme(ModelCacheSpec(tuple(layers))) == expected
 
 
 def test_a_forgotten_profile_is_gone() -> None:
