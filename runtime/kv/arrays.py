@@ -90,10 +90,14 @@ class PoolArrays:
         """The NumPy view of one of the pool's arrays (host mode only)."""
         return self._views[id(array)]
 
-    def write(self, array: mx.array, index: Any, value: mx.array) -> None:
-        """``array[index] = value`` in place; ``value`` must be evaluated in host mode."""
+    def sliceable(self, value: mx.array) -> Any:
+        """An evaluated array in the form whose slices ``write`` takes at no cost: NumPy in host mode."""
+        return np.array(value, copy=False) if self.host else value
+
+    def write(self, array: mx.array, index: Any, value: Any) -> None:
+        """``array[index] = value`` in place; ``value`` is (a slice of) what ``sliceable`` gave."""
         if self.host:
-            self._views[id(array)][index] = np.array(value, copy=False)
+            self._views[id(array)][index] = value
         else:
             array[index] = value
 

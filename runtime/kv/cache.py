@@ -235,8 +235,8 @@ class Step:
         mx.eval([tensor for tensors in groups.values() for tensor in tensors.values()])
         for index, tensors in groups.items():
             group = self.group_of[index]
-            for name, tensor in tensors.items():
-                target = self.arrays.blocks[index][name]
+            for name, evaluated in tensors.items():
+                target, tensor = self.arrays.blocks[index][name], self.arrays.sliceable(evaluated)
                 for g in range(count):
                     at = position + g * GROUP
                     slot = table.block_slot(group, at)
@@ -259,7 +259,9 @@ class Step:
         sealing = (after - before) // GROUP
         groups: dict[int, dict[str, mx.array]] = {}
         rest: dict[int, list[mx.array]] = {}
-        held = table.tokens - before
+        # What is sealed now begins with the pages' content; otherwise only the new tokens matter.
+        held = table.tokens - before if sealing else 0
+        rest_from = after if sealing else table.tokens
         for cache in pending:
             index = cache.layer.index
             arrays = self.arrays.pages[index]
@@ -291,8 +293,8 @@ class Step:
             table.pages.append(self.pool.pages.take())
         table.sealed, table.tokens = after, total
         for index, tails in rest.items():
-            for name, tensor in zip(("tail.k", "tail.v"), tails, strict=False):
-                target = self.arrays.pages[index][name]
+            for name, evaluated in zip(("tail.k", "tail.v"), tails, strict=False):
+                target, tensor = self.arrays.pages[index][name], self.arrays.sliceable(evaluated)
                 position = first_new
                 while position < total:
                     page, offset = table.page_of(position)
@@ -300,7 +302,7 @@ class Step:
                     self.arrays.write(
                         target,
                         (page, slice(None), slice(offset, offset + end - position)),
-                        tensor[:, position - after : end - after],
+                        tensor[:, position - rest_from : end - rest_from],
                     )
                     position = end
         self.arrays.evaluate()
