@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import numpy as np
 
-from offbook.actors.lm import AgentStats, EngineStats, FinishReason, StateHandle, Where
+from offbook.actors.lm import EngineStats, StateHandle, Where
 from offbook.bus.errors import Cancelled, ContextTooLarge, DeadlineExceeded, EngineFailed, OffbookError
 
 from ..kv.arrays import PoolArrays
@@ -38,8 +37,9 @@ from ..store.hashing import chain_at
 from ..supervisor import MIB, Supervisor, pool_sizes, workspace_bytes
 from .batch import Batch
 from .job import Job, Phase
-from .sampling import top_logprobs
+from .reports import engine_stats
 from .scheduler import Scheduler
+from .steps import Steps
 
 log = logging.getLogger("offbook.engine")
 
@@ -157,7 +157,7 @@ class EngineLoop:
             if self._failures >= MAX_FAILURES:
                 raise
             for job in [*self.scheduler.running, *self.scheduler.queue]:
-                self._fail(job, error)
+                self.steps.fail(job, error)
 
     @property
     def died(self) -> bool:
@@ -209,6 +209,15 @@ class EngineLoop:
         self.memory.saved = self._saved
         self.supervisor = Supervisor(self.spec, self.scheme, self.pool)
         self.scheduler = Scheduler(self.supervisor, self.memory)
+        self.steps = Steps(
+            self.loaded,
+            self.batch,
+            self.memory,
+            self.scheduler,
+            metrics=self.metrics,
+            trace=self.trace,
+            unsaved=self._unsaved,
+        )
         self.pool_bytes = sizes.nbytes
         log.info("pool of %.0f MiB: %s, %d pages", sizes.nbytes / MIB, groups, sizes.pages)
 
@@ -231,7 +240,7 @@ class EngineLoop:
             self.store.flush()  # the next turns look for what was evicted
         queued, idle = self.scheduler.queue, self.supervisor.idle
         # The old arrays must be gone before the new ones are allocated: the budget holds in between.
-        del self.arrays, self.batch, self.memory, self.scheduler, self.supervisor, self.pool
+        del self.arrays, self.batch, self.memory, self.scheduler, self.supervisor, self.pool, self.steps
         gc.collect()
         mx.clear_cache()
         try:
@@ -258,13 +267,13 @@ class EngineLoop:
         if self._resizes and not self.scheduler.running and not self.memory.loading:
             self._resize_now()
         for job, plan in self.scheduler.admit() if not self._resizes else ():
-            self._guard([job], partial(self._begin, job, plan))
+            self.steps.guard([job], partial(self.steps.begin, job, plan))
         rows = self.scheduler.decoding()
         if rows:
-            self._guard(rows, lambda: self._decode(rows))
+            self.steps.guard(rows, lambda: self.steps.decode(rows))
         chunk = self.scheduler.prefill(workspace=self.workspace // 2, score_bytes=self._score_bytes)
         if chunk:
-            self._guard([job for job, _ in chunk], lambda: self._prefill(chunk))
+            self.steps.guard([job for job, _ in chunk], lambda: self.steps.prefill(chunk))
         self.peak_bytes = max(self.peak_bytes, mx.get_active_memory() + mx.get_cache_memory())
         self.step_started = 0.0
         self._save_some()
@@ -297,237 +306,9 @@ class EngineLoop:
             log.exception("an action on the step thread failed")
             self.metrics.count("failed_actions")
 
-    def _guard(self, jobs: Sequence[Job], work: Callable[[], None]) -> None:
-        """Do a step. If it fails, find the job that fails alone; the others go on."""
-        try:
-            work()
-        except Exception as error:
-            log.exception("a step failed for %s", [job.key for job in jobs])
-            self.metrics.count("failed_steps")
-            alive = [job for job in jobs if job.phase in (Phase.DECODE, Phase.PREFILL)]
-            if len(alive) > 1:
-                for job in alive:
-                    self._guard([job], partial(self._again, job))
-                return
-            for job in jobs:
-                self._fail(job, error)
-
-    def _again(self, job: Job) -> None:
-        """One job's part of a step that failed for several."""
-        assert job.table is not None
-        if job.phase is Phase.DECODE:
-            # The step may have got as far as counting the token whose KV it wrote.
-            job.table.tokens = min(job.table.tokens, len(job.ids) + len(job.generated) - 1)
-            self._decode([job])
-        else:
-            self._prefill([(job, len(job.remaining))])
-
-    def _fail(self, job: Job, error: Exception) -> None:
-        """End a job that went wrong. Its table may be half written; it is rebuilt from tokens."""
-        key = job.key
-        if isinstance(error, OffbookError):
-            self._end(job, error)
-        else:
-            self._end(job, EngineFailed(f"the engine failed in this turn of {key[0]}: {error!r}"))
-        if key in self.memory.tables and key not in self.memory.loading:
-            self.memory.drop(key)
-
-    def _alone(self, job: Job, work: Callable[[], None]) -> None:
-        """Do what concerns one job only; if it fails, that job fails."""
-        try:
-            work()
-        except Exception as error:
-            log.exception("a turn of %s failed", job.key)
-            self._fail(job, error)
-
-    # ---- steps
-
-    def _begin(self, job: Job, plan: Any) -> None:
-        job.admitted = time.monotonic()
-        job.source = {"hot": "hot", "clone": "hot", "warm": "warm", "cold": "cold"}[plan.source]  # type: ignore[assignment]
-        if plan.source == "hot" and (table := self.memory.tables.get(job.key)) is not None and table.restored:
-            # It was on disk when its message came; the prefetch was done before the turn asked.
-            job.source, table.restored = "warm", False
-        job.reused = plan.tokens
-        started = self.memory.start(job.key, plan)
-        if isinstance(started, Loading):
-            job.phase, job.table = Phase.LOADING, started.table
-        else:
-            self._ready(job, started)
-
-    def _ready(self, job: Job, table: Any) -> None:
-        job.table, job.phase = table, Phase.PREFILL
-        job.loaded = time.monotonic()
-        table.ids = np.concatenate([table.ids[: table.tokens], job.ids[table.tokens :]])
-
     def _loaded(self, loading: Loading) -> None:
-        self.post(lambda: self._finish_load(loading))
-
-    def _finish_load(self, loading: Loading) -> None:
-        now = time.monotonic()
-        self.metrics.observe("load_ms", (now - loading.started) * 1e3)
-        if self.trace is not None:
-            self.trace.load(loading.key[0], loading.started, now, tokens=loading.plan.tokens)
-        job = next((j for j in self.scheduler.running if j.table is loading.table), None)
-        ids = job.ids if job is not None else loading.ids
-        try:
-            table = self.memory.finish(loading, ids)
-        except Exception as error:
-            self.memory.discard(loading)
-            if job is not None:
-                self._fail(job, error)
-            raise
-        finally:
-            self.scheduler.look_again()
-        if job is None:
-            if table is not None:
-                table.restored = True
-            return
-        if table is None:
-            # Something was missing or corrupt: back to the queue, less will be found this time.
-            job.phase, job.table = Phase.QUEUED, None
-            self.scheduler.running.remove(job)
-            self.scheduler.queue.append(job)
-        else:
-            self._ready(job, table)
-
-    def _prefill(self, chunk: Sequence[tuple[Job, int]]) -> None:
-        jobs = [job for job, _ in chunk]
-        tables = [job.table for job in jobs if job.table is not None]
-        pieces = [job.remaining[:count] for job, count in chunk]
-        last = all(len(job.remaining) == count for job, count in chunk)
-        started = time.monotonic()
-        logits = self.batch.prefill(tables, pieces, logits=last and any(j.max_tokens for j in jobs))
-        ended, count = time.monotonic(), sum(map(len, pieces))
-        self.scheduler.observe_prefill(count, ended - started)
-        self.metrics.observe("prefill_chunk_ms", (ended - started) * 1e3)
-        if self.trace is not None:
-            self.trace.step(f"prefill {count}", started, ended, agents=[job.key[0] for job in jobs])
-        for (job, count), table in zip(chunk, tables, strict=True):
-            job.prefilled += count
-            self._alone(job, partial(self.memory.after_step, table))
-        if not last:
-            return
-        for job in jobs:
-            if job.phase is Phase.DONE:
-                continue
-            job.phase = Phase.DECODE
-            if logits is None or not job.max_tokens:
-                self._alone(job, partial(self._finish, job, "stop"))
-        if logits is not None:
-            self._draw(jobs, logits)
-
-    def _decode(self, rows: Sequence[Job]) -> None:
-        tables = [job.table for job in rows if job.table is not None]
-        tokens = [job.generated[-1] for job in rows]
-        for table, token in zip(tables, tokens, strict=True):
-            table.ids = np.append(table.ids[: table.tokens], np.uint32(token))
-        started = time.monotonic()
-        logits = self.batch.decode(tables, tokens)
-        ended = time.monotonic()
-        self.metrics.observe("decode_step_ms", (ended - started) * 1e3)
-        self.metrics.count("decode_steps")
-        self.metrics.count("decode_rows", len(rows))
-        if self.trace is not None:
-            self.trace.step(f"decode {len(rows)}", started, ended, agents=[job.key[0] for job in rows])
-        for job, table in zip(rows, tables, strict=True):
-            self._alone(job, partial(self.memory.after_step, table))
-        self._draw(rows, logits)
-
-    def _draw(self, rows: Sequence[Job], logits: mx.array) -> None:
-        """Draw the next token of every row that still decodes, and say what is certain."""
-        best = None
-        if any(job.sampler.greedy and job.constraint is None for job in rows):
-            best = np.array(mx.argmax(logits, axis=-1))
-        for row, job in enumerate(rows):
-            if job.phase is Phase.DECODE:
-                likeliest = int(best[row]) if best is not None else 0
-                self._alone(job, partial(self._draw_row, job, logits[row], likeliest))
-
-    def _draw_row(self, job: Job, logits: mx.array, likeliest: int) -> None:
-        """One row's next token from logits [vocabulary]."""
-        if job.logprobs:
-            pairs = top_logprobs(logits, job.logprobs)
-            decode = self.loaded.tokenizer.decode
-            job.distributions.append({decode([i]): p for i, p in pairs})
-        if job.constraint is not None:
-            masked = job.constraint.masked(logits)
-            token = job.sampler.draw(masked, [*job.ids.tolist(), *job.generated])
-            job.constraint.accept(token)
-        elif job.sampler.greedy:
-            token = likeliest
-        else:
-            history = [*job.ids[-job.sampler.params.repetition_context :].tolist(), *job.generated]
-            token = job.sampler.draw(logits, history)
-        self._drew(job, token)
-
-    def _drew(self, job: Job, token: int) -> None:
-        if not job.generated:
-            job.first_token = time.monotonic()
-        job.generated.append(token)
-        self.metrics.count("generated_tokens")
-        assert job.text is not None
-        if token in self.loaded.eos_token_ids and not job.ignore_end:
-            self._finish(job, "stop")
-            return
-        piece = job.text.push(token)
-        done = job.constraint is not None and job.constraint.finished
-        reason: FinishReason | None = "stop" if job.text.stopped or done else None
-        if reason is None and len(job.generated) >= job.max_tokens:
-            reason = "length"
-        if piece and reason is None:
-            job.emit(job, piece)
-        elif reason is not None:
-            self._finish(job, reason, piece)
-
-    def _finish(self, job: Job, reason: FinishReason, piece: str = "") -> None:
-        if job.text is not None:
-            piece += job.text.finish()
-        if piece:
-            job.emit(job, piece)
-        table = job.table
-        assert table is not None
-        self._unsaved[job.key] = time.monotonic()
-        count = "turns" if job.text is not None else "observed"
-        self.metrics.count(count)
-        for name, by in (("reused_tokens", job.reused), ("prefilled_tokens", job.prefilled)):
-            self.metrics.count(name, by)
-        if not job.reused:
-            self.metrics.count("cold_prefills")
-        ids = np.concatenate([job.ids, np.array(job.generated, np.uint32)])
-        handle = StateHandle(
-            agent=job.key[0],
-            fingerprint=self.fingerprint,
-            tokens=len(ids),
-            chain=chain_at(ids, self.memory.root(job.key[1])).hex(),
-            where="hot",
-        )
-        self.scheduler.finish(job)
-        self._observe_turn(job)
-        job.emit(job, job.reply(reason, handle))
-
-    def _observe_turn(self, job: Job) -> None:
-        """Histograms by where the memory came from, and the turn's phases in the trace."""
-        now = time.monotonic()
-        first = job.first_token or now
-        if job.text is not None:
-            self.metrics.observe(f"ttft_{job.source}_ms", (first - job.arrived) * 1e3)
-            self.metrics.observe("queue_ms", (job.admitted - job.arrived) * 1e3)
-        if self.trace is not None:
-            phases = ("queued", "load", "prefill", "decode")
-            times = (job.arrived, job.admitted, job.loaded, first, now)
-            for name, start, end in zip(phases, times, times[1:], strict=False):
-                self.trace.agent(job.key[0], name, start, end, source=job.source, reused=job.reused)
-
-    def _end(self, job: Job, error: OffbookError) -> None:
-        """End a job with an error, at whatever phase it is."""
-        if job.phase is Phase.DONE:
-            return
-        if job.phase is Phase.LOADING:
-            self.memory.cancel(job.key)
-        self.scheduler.finish(job)
-        self.metrics.count("ended_early")
-        job.emit(job, error)
+        """From an I/O thread: all loads of an agent are done."""
+        self.post(lambda: self.steps.finish_load(loading))
 
     # ---- requests, on the step thread
 
@@ -538,18 +319,18 @@ class EngineLoop:
             job.phase = Phase.DONE
             job.emit(job, error)
         except Exception as error:
-            self._fail(job, error)
+            self.steps.fail(job, error)
             raise
 
     def cancel(self, job: Job) -> None:
-        self._end(job, Cancelled(f"the turn of {job.key[0]} was cancelled"))
+        self.steps.end(job, Cancelled(f"the turn of {job.key[0]} was cancelled"))
 
     def _expire(self) -> None:
         now = time.monotonic()
         for job in [*self.scheduler.queue, *self.scheduler.running]:
             if job.deadline <= now:
                 waited = f" while waiting for {job.waits_for}" if job.waits_for else ""
-                self._end(job, DeadlineExceeded(f"the deadline of {job.key[0]} passed{waited}"))
+                self.steps.end(job, DeadlineExceeded(f"the deadline of {job.key[0]} passed{waited}"))
 
     def _saved(self) -> None:
         """From an I/O thread: an agent's memory is on disk; a turn may wait for that."""
@@ -602,50 +383,7 @@ class EngineLoop:
         return self.store.forget(agent) if self.store is not None else None
 
     def stats(self) -> EngineStats:
-        page_bytes = self.spec.page_bytes
-        agents = []
-        for (agent, _), table in self.memory.tables.items():
-            loading = (table.agent, table.salt) in self.memory.loading
-            agents.append(
-                AgentStats(
-                    agent=agent,
-                    where="warm" if loading else "hot",
-                    tokens=table.tokens,
-                    resident_bytes=table.nbytes(page_bytes),
-                    disk_bytes=0,
-                    busy=self.scheduler.active((agent, table.salt)),
-                )
-            )
-        used = self.pool.pages.used * page_bytes + sum(
-            allocator.used * group.block_bytes(self.scheme)
-            for allocator, group in zip(self.pool.groups, self.spec.groups, strict=True)
-        )
-        disk = self.store.stats() if self.store is not None else None
-        return EngineStats(
-            model=self.loaded.ref,
-            fingerprint=self.fingerprint,
-            device=str(mx.default_device()),
-            pid=os.getpid(),
-            budget_bytes=self.budget_bytes,
-            used_bytes=mx.get_active_memory() + mx.get_cache_memory(),
-            peak_bytes=max(self.peak_bytes, mx.get_peak_memory()),
-            weights_bytes=self.weights_bytes,
-            pool_bytes=self.pool_bytes,
-            pool_used_bytes=used,
-            disk_bytes=disk.disk_bytes if disk is not None else 0,
-            context_limit=self.loaded.context_limit,
-            agents=tuple(agents),
-            decisions=tuple(self.supervisor.decisions[-20:]),
-            waiting={job.key[0]: job.waits_for for job in self.scheduler.queue if job.waits_for},
-            degraded=self.store.degraded or "" if self.store is not None else "nothing is kept on disk",
-            counters={
-                **self.metrics.flat(),
-                "queued": len(self.scheduler.queue),
-                "running": len(self.scheduler.running),
-                "prefill_tokens_per_s": self.scheduler.prefill_rate,
-                **{f"store.{name}": n for name, n in (disk.counters.items() if disk is not None else ())},
-            },
-        )
+        return engine_stats(self)
 
     # ---- keeping
 
@@ -668,7 +406,7 @@ class EngineLoop:
         """End every job, save every agent, close the store."""
         try:
             for job in [*self.scheduler.running, *self.scheduler.queue]:
-                self._end(job, EngineFailed("the engine is shutting down; the turn will be run again"))
+                self.steps.end(job, EngineFailed("the engine is shutting down; the turn will be run again"))
             for key, table in list(self.memory.tables.items()):
                 if key not in self.memory.loading:
                     self.memory.save(table)

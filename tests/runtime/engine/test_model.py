@@ -42,13 +42,13 @@ def speak(engine: Callable[..., Any], smollm2: Any) -> Callable[..., Any]:
 def logits_of(one: Any) -> list[Any]:
     """Records the logits of every draw."""
     seen: list[Any] = []
-    draw = one.loop._draw
+    draw = one.loop.steps.draw
 
     def recorded(rows: Any, logits: Any) -> None:
         seen.append(np.array(logits))
         draw(rows, logits)
 
-    one.loop._draw = recorded
+    one.loop.steps.draw = recorded
     return seen
 
 

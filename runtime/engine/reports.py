@@ -1,0 +1,61 @@
+"""What an engine says of itself: budget, memory, agents, counters and decisions."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from offbook.actors.lm import AgentStats, EngineStats
+
+if TYPE_CHECKING:
+    from .loop import EngineLoop
+
+
+def engine_stats(loop: EngineLoop) -> EngineStats:
+    """Everything an engine says of itloop. On the step thread."""
+    page_bytes = loop.spec.page_bytes
+    agents = []
+    for (agent, _), table in loop.memory.tables.items():
+        loading = (table.agent, table.salt) in loop.memory.loading
+        agents.append(
+            AgentStats(
+                agent=agent,
+                where="warm" if loading else "hot",
+                tokens=table.tokens,
+                resident_bytes=table.nbytes(page_bytes),
+                disk_bytes=0,
+                busy=loop.scheduler.active((agent, table.salt)),
+            )
+        )
+    used = loop.pool.pages.used * page_bytes + sum(
+        allocator.used * group.block_bytes(loop.scheme)
+        for allocator, group in zip(loop.pool.groups, loop.spec.groups, strict=True)
+    )
+    disk = loop.store.stats() if loop.store is not None else None
+    return EngineStats(
+        model=loop.loaded.ref,
+        fingerprint=loop.fingerprint,
+        device=str(mx.default_device()),
+        pid=os.getpid(),
+        budget_bytes=loop.budget_bytes,
+        used_bytes=mx.get_active_memory() + mx.get_cache_memory(),
+        peak_bytes=max(loop.peak_bytes, mx.get_peak_memory()),
+        weights_bytes=loop.weights_bytes,
+        pool_bytes=loop.pool_bytes,
+        pool_used_bytes=used,
+        disk_bytes=disk.disk_bytes if disk is not None else 0,
+        context_limit=loop.loaded.context_limit,
+        agents=tuple(agents),
+        decisions=tuple(loop.supervisor.decisions[-20:]),
+        waiting={job.key[0]: job.waits_for for job in loop.scheduler.queue if job.waits_for},
+        degraded=loop.store.degraded or "" if loop.store is not None else "nothing is kept on disk",
+        counters={
+            **loop.metrics.flat(),
+            "queued": len(loop.scheduler.queue),
+            "running": len(loop.scheduler.running),
+            "prefill_tokens_per_s": loop.scheduler.prefill_rate,
+            **{f"store.{name}": n for name, n in (disk.counters.items() if disk is not None else ())},
+        },
+    )
