@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +15,8 @@ import pytest
 
 from offbook.runtime.models.blas import preload_blas
 
+# Products of tiny matrices are done before a second BLAS thread has woken; idle ones only spin.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 preload_blas()
 
 import mlx.core as mx  # noqa: E402
@@ -36,6 +40,10 @@ from offbook.runtime.kv.table import AgentTable  # noqa: E402
 from offbook.runtime.models.deepseek_v2 import to_latent  # noqa: E402
 from offbook.runtime.models.load import _evaluate_everything  # noqa: E402
 from offbook.runtime.store import BlockStore, TensorSpec  # noqa: E402
+
+# What the imports made stays; without this every full collection walks through it again.
+gc.collect()
+gc.freeze()
 
 VOCABULARY = 128
 """Enough for the engine tests' tokenizer, whose ids are characters."""

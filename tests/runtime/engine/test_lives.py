@@ -23,7 +23,7 @@ from offbook.runtime.kv.scheme import KVScheme
 AGENTS = ["ann", "bob", "cid", "dan", "eve"]
 LONGEST = 1300
 
-LIVES = int(os.environ.get("OFFBOOK_TEST_LIVES", "2"))
+LIVES = int(os.environ.get("OFFBOOK_TEST_LIVES", "1"))
 """Lives of each architecture: more of them to look for rare faults."""
 
 
@@ -134,11 +134,16 @@ def test_whatever_happens_every_answer_is_that_of_a_cold_run(
 
     def start() -> Any:
         return engine(
-            architecture, tmp_path, slots=11, pages=9, scheme=KVScheme.uniform(None), use_native=seed % 2 == 0
+            architecture,
+            tmp_path,
+            slots=11,
+            pages=9,
+            scheme=KVScheme.uniform(None),
+            use_native=seed % 3 > 0 or architecture in ("latent", "gemma-96"),
         )
 
     life = Life(start, cold, seed)
-    for _ in range(40):
+    for _ in range(30):
         life.step()
         while life.engine.call(lambda: bool(life.engine.loop.memory.loading)):
             pass

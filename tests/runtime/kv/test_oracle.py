@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from offbook.runtime.kv import native
 from offbook.runtime.kv.scheme import KVScheme, LayerScheme
 
-CHUNKS = (100, 350, 37, *[1] * 6, 60, *[1] * 70, 90, 1, 1, 300, 1, 1)
+CHUNKS = (100, 350, 37, *[1] * 6, 60, *[1] * 30, 90, 1, 1, 300, 1, 1)
 """Reads and decode steps over group, block, tail and window boundaries."""
 
 

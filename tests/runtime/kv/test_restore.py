@@ -61,7 +61,7 @@ def test_an_evicted_agent_goes_on_with_the_same_bits_at_every_boundary(
         other.lose(f"a{length}")
 
 
-@pytest.mark.parametrize("length", [127, 200, 384, 700])
+@pytest.mark.parametrize("length", [200, 700])
 def test_a_new_process_goes_on_with_the_same_bits(
     architecture: str, rig: Callable[..., Any], ids: Any, tmp_path: Path, length: int
 ) -> None:
@@ -109,7 +109,7 @@ def test_other_bits_are_restored_as_they_were(
     assert same(got, live(rig("gemma-300", bits=bits), "a", text, 600))
 
 
-@pytest.mark.parametrize("length", [127, 300, 450, 700])
+@pytest.mark.parametrize("length", [127, 450])
 def test_a_fork_in_memory_goes_on_with_the_same_bits(
     architecture: str, rig: Callable[..., Any], ids: Any, length: int
 ) -> None:
@@ -155,7 +155,7 @@ def test_a_fork_of_an_evicted_agent_comes_from_its_files(
     assert same(got, live(rig(architecture), "child", text, length))
 
 
-@pytest.mark.parametrize("turns", [(150, 180), (300, 900), (520, 700)])
+@pytest.mark.parametrize("turns", [(150, 180), (300, 900)])
 def test_rewinding_to_a_saved_turn_goes_on_with_the_same_bits(
     architecture: str, rig: Callable[..., Any], ids: Any, tmp_path: Path, turns: tuple[int, int]
 ) -> None:
