@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -13,10 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from offbook.bus.errors import OffbookError
 from offbook.bus.security import home
-from offbook.runtime.cli_team import AsJson, RuntimeName, chosen_runtime
+from offbook.runtime.cli_team import AsJson, RuntimeName, chosen_runtime, known_runtimes
 from offbook.runtime.config import default_store_dir, format_bytes
+from offbook.runtime.moving import StoreFailed, export_agent, import_agent
 
 if TYPE_CHECKING:
     from offbook.runtime.store import BlockStore
@@ -124,10 +125,6 @@ def kv_options() -> None:
     """Look at agents' memory on disk, verify it, collect what nobody needs."""
 
 
-class StoreFailed(OffbookError):
-    """The store could not do it; says why."""
-
-
 @contextmanager
 def _store(runtime: str | None, *, read_only: bool) -> Iterator[BlockStore]:
     from offbook.runtime.store import BlockStore, StoreLocked
@@ -222,3 +219,44 @@ def kv_gc(runtime: RuntimeName = None) -> None:
     if not isinstance(result, Removed):
         raise StoreFailed(result.reason)
     console.print(f"{result.blocks} blocks deleted, {format_bytes(result.nbytes)} freed", highlight=False)
+
+
+@kv.command("export")
+def kv_export(
+    agent: Annotated[str, typer.Argument(help="Its address, such as villager/ann.")],
+    file: Annotated[Path, typer.Argument(help="The file to write; one that is there is replaced.")],
+    runtime: RuntimeName = None,
+) -> None:
+    """Write an agent to one file: its state, transcript, blocks and tail. The team may be running.
+
+    What waits in its mailbox is not taken along.
+    """
+    done = export_agent(chosen_runtime(runtime, running=False), agent, file)
+    console.print(
+        f"{done.agent}: {done.tokens} tokens, {done.kept} of them with their memory, in {file} "
+        f"({format_bytes(done.nbytes)})",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@kv.command("import")
+def kv_import(
+    file: Annotated[Path, typer.Argument(help="A file that 'kv export' wrote.")],
+    runtime: RuntimeName = None,
+    under: Annotated[str | None, typer.Option("--as", help="Another address for it, of its kind.")] = None,
+) -> None:
+    """Enter an exported agent into a team, which must not be running and may be new (name it with -r).
+
+    It goes on where it was exported: with its memory if the model and its settings are the same, else by
+    reading its transcript again.
+    """
+    name = runtime
+    if name is None or name in known_runtimes():
+        name = chosen_runtime(runtime, running=False)
+    done = import_agent(name, file, under)
+    console.print(
+        f"{done.agent} is now in {name!r}: {done.tokens} tokens, {done.kept} of them with their memory",
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -379,16 +379,18 @@ class BlockStore:
         *,
         salt: str = "",
         fingerprint: str | None = None,
+        record: bytes = b"",
     ) -> ExportResult:
         """Write an agent's transcript, blocks and tail to one checksummed file. Waits.
 
         Args:
             ids: the transcript; only blocks and a tail that belong to it are taken.
             fingerprint: of which model; None takes the one the agent used last.
+            record: the caller's own bytes about the agent, given back by ``import_agent``.
         """
         raw = _checked(hashing.ids_bytes, ids)
         self.flush()
-        return export_agent(self._state, os.fspath(path), agent, salt, raw, fingerprint)
+        return export_agent(self._state, os.fspath(path), agent, salt, raw, fingerprint, record)
 
     def import_agent(self, path: str | os.PathLike[str], *, agent: str | None = None) -> ImportResult:
         """Save what an exported file holds, under its own agent id or ``agent``. Waits.

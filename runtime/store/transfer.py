@@ -24,7 +24,7 @@ from .audit import proven_block, proven_tail
 from .blocks import BlockFormat, BlockInfo, check_block_header
 from .container import CorruptFile, Header
 from .disk import failure
-from .hashing import chain, chain_at, root_hash
+from .hashing import HASH_BYTES, chain, chain_at, root_hash
 from .layout import BLOCK_TOKENS, Array, Tail
 from .results import Corrupt, Failed, Full, ReadOnly, StoreUsageError
 from .saving import BlockPut, TailPut
@@ -55,7 +55,8 @@ class Imported:
     Attributes:
         agent, salt, ids: whose it is and the whole transcript (little-endian uint32).
         fingerprint: the model and scheme the KV is of; under another the engine prefills from ``ids``.
-        blocks, tail: what was saved here.
+        blocks, tail: what was saved here. tokens: how far that memory reaches.
+        record: what the exporter put in beside the memory.
     """
 
     ok: ClassVar[bool] = True
@@ -65,6 +66,8 @@ class Imported:
     fingerprint: str
     blocks: int
     tail: bool
+    tokens: int = 0
+    record: bytes = b""
 
 
 ExportResult: TypeAlias = Exported | Full | ReadOnly | Failed
@@ -73,17 +76,22 @@ ImportResult: TypeAlias = Imported | Corrupt | Full | ReadOnly | Failed
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The head of an agent's file. ``files``: (kind, name, bytes) with kind ``block`` or ``tail``."""
+    """The head of an agent's file.
+
+    Attributes:
+        files: (kind, name, bytes) with kind ``block`` or ``tail``. record: the exporter's own bytes.
+    """
 
     agent: str
     salt: str
     fingerprint: str
     ids: bytes
     files: tuple[tuple[str, str, int], ...]
+    record: bytes = b""
 
 
 def export_agent(
-    state: State, path: str, agent: str, salt: str, ids: bytes, fingerprint: str | None
+    state: State, path: str, agent: str, salt: str, ids: bytes, fingerprint: str | None, record: bytes = b""
 ) -> ExportResult:
     """Write an agent's file: ``ids``, and all proven blocks and the best tail that belong to them.
 
@@ -112,13 +120,14 @@ def export_agent(
     key = agent_key(model, salt, agent)
     for tail in tails:
         fits = tail.tokens * 4 <= len(ids) and chain_at(ids[: tail.tokens * 4], root) == tail.chain
-        if fits and tail.tokens // BLOCK_TOKENS <= len(files) and proven_tail(state, key, tail):
+        listed = len(tail.blocks) // HASH_BYTES
+        if fits and listed <= len(files) and proven_tail(state, key, tail):
             files.append(("tail", f"{key.hex()}-{tail.tokens}-{tail.serial}", tail.nbytes))
             sources.append(state.paths.tail(key, tail.tokens, tail.serial))
             reach = max(reach, tail.tokens)
             break
     try:
-        size = write_agent(path, Manifest(agent, salt, model, ids, tuple(files)), sources)
+        size = write_agent(path, Manifest(agent, salt, model, ids, tuple(files), record), sources)
     except CorruptFile as error:
         return Failed(str(error))
     except OSError as error:
@@ -129,7 +138,7 @@ def export_agent(
 def import_agent(state: State, writer: Writer, path: str, agent: str | None, keep: int) -> ImportResult:
     """Save what an agent's file holds, under its own name or ``agent``. Waits for the writer."""
     pending: deque[Future[Any]] = deque()
-    blocks = 0
+    blocks = reach = 0
     saved_tail = False
 
     def settle(left: int) -> Any:
@@ -155,6 +164,7 @@ def import_agent(state: State, writer: Writer, path: str, agent: str | None, kee
                         state, fmt, info.name, info.parent, info.ids, tensors, owner, manifest.salt
                     )
                     blocks += 1
+                    reach = max(reach, blocks * BLOCK_TOKENS)
                 else:
                     ids = manifest.ids[: info.tokens * 4]
                     if len(ids) != info.tokens * 4 or chain_at(ids, root) != info.chain:
@@ -162,6 +172,7 @@ def import_agent(state: State, writer: Writer, path: str, agent: str | None, kee
                     tail = tail_of(info, arrays)
                     put = TailPut(state, manifest.fingerprint, owner, manifest.salt, tail, keep)
                     saved_tail = True
+                    reach = max(reach, info.tokens)
                 if (bad := settle(_IN_FLIGHT)) is not None:
                     return bad  # type: ignore[no-any-return]  # a result of a put, which all are among ours
                 if not writer.offer(put):
@@ -175,7 +186,16 @@ def import_agent(state: State, writer: Writer, path: str, agent: str | None, kee
         return Corrupt(f"{path}: {error}")
     except OSError as error:
         return Failed(f"{path} cannot be read: {error.strerror}")
-    return Imported(owner, manifest.salt, manifest.ids, manifest.fingerprint, blocks, saved_tail)
+    return Imported(
+        owner,
+        manifest.salt,
+        manifest.ids,
+        manifest.fingerprint,
+        blocks,
+        saved_tail,
+        reach,
+        manifest.record,
+    )
 
 
 def write_agent(path: str, manifest: Manifest, sources: list[str]) -> int:
@@ -189,6 +209,7 @@ def write_agent(path: str, manifest: Manifest, sources: list[str]) -> int:
             "salt": manifest.salt,
             "fingerprint": manifest.fingerprint,
             "ids": b2a_base64(manifest.ids, newline=False).decode(),
+            "record": b2a_base64(manifest.record, newline=False).decode(),
             "files": manifest.files,
         }
     ).encode()
@@ -248,6 +269,7 @@ def open_agent(path: str) -> Iterator[tuple[Manifest, IO[bytes]]]:
                 str(head["fingerprint"]),
                 a2b_base64(head["ids"]),
                 tuple((str(kind), str(name), int(nbytes)) for kind, name, nbytes in head["files"]),
+                a2b_base64(head.get("record", "")),
             )
         except (ValueError, KeyError, TypeError, Base64Error) as error:
             raise CorruptFile(f"its head cannot be read: {error!r}") from None

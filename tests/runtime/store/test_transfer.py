@@ -23,7 +23,7 @@ def test_an_agent_arrives_with_transcript_blocks_and_tail(kit, open_store, expor
     there = open_store()
     result = there.import_agent(exported)
     ids = kit.ids("villager/ann", 720)
-    assert result == Imported("villager/ann", "s", ids.tobytes(), kit.fingerprint, blocks=2, tail=True)
+    assert result == Imported("villager/ann", "s", ids.tobytes(), kit.fingerprint, 2, True, tokens=700)
     assert kit.check(there, "villager/ann", 700, salt="s") == (2, True)
     there.close()
     assert kit.check(open_store(), "villager/ann", 700, salt="s") == (2, True)
