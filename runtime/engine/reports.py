@@ -6,15 +6,19 @@ import os
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
+import msgspec
 
 from offbook.actors.lm import AgentStats, EngineStats
 
+from ..kv.scheme import BLOCK
+
 if TYPE_CHECKING:
+    from ..store import AgentRecord
     from .loop import EngineLoop
 
 
 def engine_stats(loop: EngineLoop) -> EngineStats:
-    """Everything an engine says of itloop. On the step thread."""
+    """Everything an engine says of itself. On the step thread."""
     page_bytes = loop.spec.page_bytes
     agents = []
     for (agent, _), table in loop.memory.tables.items():
@@ -59,3 +63,36 @@ def engine_stats(loop: EngineLoop) -> EngineStats:
             **{f"store.{name}": n for name, n in (disk.counters.items() if disk is not None else ())},
         },
     )
+
+
+MOST_ON_DISK = 1000
+"""Agents on disk that are listed, the latest used first: a report stays small with ten thousand of them."""
+
+
+def with_disk(stats: EngineStats, loop: EngineLoop) -> EngineStats:
+    """Add what the disk holds: bytes of the agents in memory, and the agents that are only there.
+
+    Off the step thread, which need not wait for it: the store answers from its index, under its own lock.
+    """
+    if loop.store is None:
+        return stats
+    records: dict[str, AgentRecord] = {}
+    for record in loop.store.agents()[:MOST_ON_DISK]:
+        if record.fingerprint == loop.fingerprint:
+            records.setdefault(record.agent, record)
+    agents = []
+    for agent in stats.agents:
+        known = records.pop(agent.agent, None)
+        agents.append(msgspec.structs.replace(agent, disk_bytes=known.nbytes) if known is not None else agent)
+    agents += [
+        AgentStats(
+            agent=record.agent,
+            where="warm",
+            tokens=max((tail.tokens for tail in record.tails), default=record.blocks * BLOCK),
+            resident_bytes=0,
+            disk_bytes=record.nbytes,
+            busy=False,
+        )
+        for record in records.values()
+    ]
+    return msgspec.structs.replace(stats, agents=tuple(agents))
