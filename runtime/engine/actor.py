@@ -44,6 +44,7 @@ from .context import fit
 from .dialogue import Dialogue, check
 from .job import Job
 from .loop import EngineLoop
+from .reports import with_disk
 from .sampling import Sampler, validate
 from .text import TextStream
 
@@ -133,7 +134,8 @@ class EngineActor:
                     await asyncio.wrap_future(removal)
                 return True
             case Stats():
-                return await self._on_step_thread(self.loop.stats)
+                stats = await self._on_step_thread(self.loop.stats)
+                return await anyio.to_thread.run_sync(with_disk, stats, self.loop)
             case SetMemory(budget_bytes=budget):
                 return await self._resize(budget)
             case Shutdown():

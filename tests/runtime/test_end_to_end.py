@@ -106,6 +106,9 @@ async def test_a_smaller_budget_while_it_runs_keeps_everyones_memory() -> None:
         await rt.ask("sage/s", Ask("Count from one to ten.", tokens=8), timeout=300)
         stats = await rt.set_memory("700 MiB")
         assert stats.budget_bytes == 700 << 20
+        (agent,) = (await rt.stats()).agents  # the pool was rebuilt: the agent is on disk alone
+        assert (agent.agent, agent.where, agent.resident_bytes) == ("sage/s", "warm", 0)
+        assert agent.disk_bytes > 0
         with anyio.fail_after(120):
             assert await rt.ask("sage/s", Ask("And back?", tokens=8), timeout=120)
         stats = await rt.stats()
