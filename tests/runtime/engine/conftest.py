@@ -142,11 +142,13 @@ class Harness:
         budget: int = 128 * MIB,
         scheme: KVScheme | None = None,
         use_native: bool = True,
+        host: bool = True,
+        cap: int | None = None,
         before: Callable[[EngineLoop], None] | None = None,
         loaded: Any = None,
         **options: Any,
     ) -> None:
-        self.folder = folder
+        self.folder, self.cap = folder, cap
         self.loaded = loaded or Loaded(model, **options)
         self.transcripts: dict[str, Any] = {}
         self._finished = itertools.count()
@@ -157,8 +159,8 @@ class Harness:
             self._open_store,
             scheme=scheme or KVScheme(),
             budget_bytes=budget,
-            host=True,
-            native=front,
+            host=host,
+            native=front if host else None,
         )
         if before is not None:
             before(self.loop)
@@ -173,7 +175,9 @@ class Harness:
             for group in spec.groups
             for tensor in group.tensors(scheme)
         ]
-        return BlockStore(self.folder, fingerprint=fingerprint, layout=layout, lock_seconds=1.0)
+        return BlockStore(
+            self.folder, fingerprint=fingerprint, layout=layout, lock_seconds=1.0, cap_bytes=self.cap
+        )
 
     # ---- turns
 

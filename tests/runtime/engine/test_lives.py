@@ -118,9 +118,21 @@ class Life:
 
 
 @pytest.mark.parametrize("seed", range(LIVES))
-@pytest.mark.parametrize("architecture", ["llama", "gemma-96", "gemma-300", "lfm2", "latent"])
+@pytest.mark.parametrize(
+    ("architecture", "how"),
+    [
+        ("llama", {}),
+        ("gemma-96", {"use_native": False}),
+        ("gemma-300", {}),
+        ("gemma-300", {"host": False}),
+        ("lfm2", {}),
+        ("latent", {"use_native": False}),
+    ],
+    ids=["llama", "gemma-96-portable", "gemma-300", "gemma-300-device", "lfm2", "latent-portable"],
+)
 def test_whatever_happens_every_answer_is_that_of_a_cold_run(
     architecture: str,
+    how: dict[str, bool],
     seed: int,
     engine: Callable[..., Any],
     oracle: Any,
@@ -133,14 +145,7 @@ def test_whatever_happens_every_answer_is_that_of_a_cold_run(
         return [row - np.log(np.exp(row).sum()) for row in logits]
 
     def start() -> Any:
-        return engine(
-            architecture,
-            tmp_path,
-            slots=11,
-            pages=9,
-            scheme=KVScheme.uniform(None),
-            use_native=seed % 3 > 0 or architecture in ("latent", "gemma-96"),
-        )
+        return engine(architecture, tmp_path, slots=11, pages=9, scheme=KVScheme.uniform(None), **how)
 
     life = Life(start, cold, seed)
     for _ in range(30):

@@ -704,3 +704,39 @@ def test_a_fork_is_hot_and_evicts_nobody_when_there_is_room_for_what_is_new(engi
     one.run("a", text[:1100], max_tokens=1)
     usage = one.run("b", text, max_tokens=1).usage
     assert (usage.source, usage.reused_tokens, usage.evictions) == ("hot", 1100, 0)
+
+
+# ---- memory of another kind is never used
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"fingerprint": "other weights, tokenizer or template"}, id="model"),
+        pytest.param({"scheme": KVScheme.uniform(8)}, id="bits"),
+        pytest.param({"scheme": KVScheme(tail=64)}, id="tail"),
+    ],
+)
+def test_memory_of_another_model_or_scheme_is_a_miss(
+    engine: Engine, ids: Any, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    text = ids(620)
+    before = engine("llama", tmp_path)
+    before.run("a", text[:600], max_tokens=1)
+    before.stop()
+    after = engine("llama", tmp_path, **change)
+    reply = after.run("a", text, sampling=greedy(4))
+    assert (reply.usage.source, reply.usage.reused_tokens) == ("cold", 0)
+    assert_same(reply, engine("llama", **change).run("a", text, sampling=greedy(4)))
+
+
+@pytest.mark.parametrize("cap", [0, 100_000])
+def test_a_disk_with_no_room_slows_agents_down_and_stops_nobody(
+    engine: Engine, ids: Any, tmp_path: Path, cap: int
+) -> None:
+    one = engine("llama", tmp_path, slots=6, pages=6, cap=cap)
+    for length in (600, 620):
+        for i in range(4):
+            assert one.run(f"a{i}", ids(700, i)[:length], max_tokens=2).usage.generated_tokens == 2
+    assert one.loop.store.flush(30)
+    assert sum(path.stat().st_size for path in (tmp_path / "blocks").rglob("*") if path.is_file()) <= cap

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -250,3 +251,57 @@ def test_saving_a_turn_writes_its_own_tokens_only(rig: Callable[..., Any], ids: 
         return int(one.store.stats().counters["bytes_written"] - before)
 
     assert abs(written(4096) - written(256)) <= one.store.block_bytes
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_writing_into_the_pool_never_copies_it(
+    rig: Callable[..., Any], ids: Any, tiny: Callable[..., Any], host: bool
+) -> None:
+    one = rig("llama", host=host, slots=400, pages=200)
+    text = ids(500)
+    one.say("a", text[:400])
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for token in text[400:480]:
+        one.decode(["a"], [token])
+    one.say("a", np.append(text[:480], text[480:]))
+    smallest = min(array.nbytes for arrays in one.arrays.blocks.values() for array in arrays.values())
+    assert mx.get_peak_memory() - before < one.arrays.nbytes / 8
+    assert mx.get_active_memory() - before < smallest
+
+
+def test_reading_a_long_prompt_takes_no_more_memory_at_4_bits_than_at_16(
+    architecture: str, rig: Callable[..., Any], ids: Any
+) -> None:
+    peaks = []
+    for bits in (4, None):
+        one = rig(architecture, bits=bits)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        one.say("a", ids(2500))
+        peaks.append(mx.get_peak_memory() - before)
+    assert peaks[0] <= 1.02 * peaks[1]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100, 512])
+def test_a_window_is_bounded_whatever_chunks_it_is_fed(rig: Callable[..., Any], ids: Any, chunk: int) -> None:
+    one = rig("gemma-96")
+    most = 0
+    text = ids(400 if chunk == 1 else 2000)
+    for start in range(0, len(text), chunk):
+        piece = text[start : start + chunk]
+        one.decode(["a"], piece) if chunk == 1 else one.prefill(["a"], [piece])
+        most = max(most, one.table("a").held()[0][1])
+    assert most <= 2
+
+
+def test_what_is_said_to_be_in_memory_is_in_memory(architecture: str, rig: Callable[..., Any]) -> None:
+    one = rig(architecture)
+    for group in one.spec.groups:
+        for tensor in group.tensors(one.scheme):
+            _, index, name = tensor.name.split(".", 2)
+            array = one.arrays.blocks[int(index)][name]
+            assert (array.shape[1:], array.dtype.size) == (tensor.shape, {"U32": 4, "BF16": 2}[tensor.dtype])
