@@ -95,10 +95,11 @@ struct isa {
     void (*join)(const struct layer *, const float *, int64_t, int64_t, const float *, int64_t, struct rows);
     void (*seal)(const struct layer *, int64_t, int32_t, int32_t, int, float *);
     void (*dequantise)(const struct layer *, const struct chunk *, int64_t, int64_t, float *, float *, float *);
-    void (*linear)(const struct linear *, const struct input *, int64_t, int64_t, float *);
+    void (*linear)(const struct linear *, const struct input *, int64_t, int64_t, float *, int64_t, float *);
+    void (*gate)(int, int64_t, const float *, const float *, float *);
 };
 
-#define SET(n) {#n, attend_##n, join_##n, seal_##n, dequantise_##n, linear_##n}
+#define SET(n) {#n, attend_##n, join_##n, seal_##n, dequantise_##n, linear_##n, gate_##n}
 static const struct isa sets[] = {
     SET(plain),
 #if defined(__x86_64__)
@@ -199,10 +200,6 @@ static int small(const struct layer *l, int64_t tokens_times_rows) {
     return tokens_times_rows * l->heads * (l->dk + l->dv) < 600000;
 }
 
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-static inline int64_t over(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 #include "native_decode.h"
 #include "native_prefill.h"
 #include "native_linear.h"
@@ -271,7 +268,7 @@ API int offbook_dequantise(const struct layer *l, const struct step *s, int64_t 
 
 /* ---- what the library is and may use */
 
-API int offbook_abi(void) { return 2; }
+API int offbook_abi(void) { return 3; }
 
 API void offbook_threads(int threads) {
     pool_resize(threads);

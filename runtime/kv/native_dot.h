@@ -2,7 +2,8 @@
  *
  * A dot product keeps one vector of partial sums, element k going to lane k % VW in order of k, and joins its
  * lanes by halves (i with i + VW/2, and so on). That order is the same however many rows are computed
- * together, so neither the number of rows nor how they are cut into blocks changes a result's bits.
+ * together and wherever sums are put aside between panels, so neither the number of rows nor how the work is
+ * cut changes a result's bits.
  */
 
 #if defined(ISA_AVX512)
@@ -36,18 +37,19 @@ SIMD void FN(join_lanes)(const vf *s, float *out) {
 #endif
 }
 
-/* `xr` rows of x (rows of `x_row` floats, zero behind their k-th) times four weight rows. `next`: what to fetch
- * from memory meanwhile, `lines` cache lines a step. */
+/* `xr` rows of x (`x_row` floats apart, zero behind the last element) times four weight rows, k elements of
+ * both. The sums go on from `from` (NULL: from zero) and are put aside at `aside`, or joined into `out` if that
+ * is NULL. `next`: `lines` weight rows to fetch from memory meanwhile. */
 SIMD void FN(dots)(const int xr, const int lines, const float *const *w, const float *x, int64_t x_row, int64_t k,
-                   const char *next, float (*out)[4]) {
+                   const float *const *next, const float *from, float *aside, float (*out)[4]) {
     vf sum[XR][4], a[4];
     int64_t i = 0;
     UNROLL for (int c = 0; c < xr; c++)
-        UNROLL for (int r = 0; r < 4; r++) sum[c][r] = (vf){0};
+        UNROLL for (int r = 0; r < 4; r++) sum[c][r] = from ? FN(load)(from + (4 * c + r) * VW) : (vf){0};
     for (; i + VW <= k; i += VW) {
         UNROLL for (int r = 0; r < 4; r++) a[r] = FN(load)(w[r] + i);
-        UNROLL for (int j = 0; j < lines; j++) __builtin_prefetch(next + 64 * j);
-        next += 64 * lines;
+        if (VW == 16 || i % 16 == 0)
+            UNROLL for (int j = 0; j < lines; j++) __builtin_prefetch(next[j] + i);
         UNROLL for (int c = 0; c < xr; c++) {
             vf b = FN(load)(x + c * x_row + i);
             UNROLL for (int r = 0; r < 4; r++) sum[c][r] += a[r] * b;
@@ -63,17 +65,24 @@ SIMD void FN(dots)(const int xr, const int lines, const float *const *w, const f
             UNROLL for (int r = 0; r < 4; r++) sum[c][r] += a[r] * b;
         }
     }
-    UNROLL for (int c = 0; c < xr; c++) FN(join_lanes)(sum[c], out[c]);
+    UNROLL for (int c = 0; c < xr; c++) {
+        if (aside)
+            UNROLL for (int r = 0; r < 4; r++) FN(store)(aside + (4 * c + r) * VW, sum[c][r]);
+        else
+            FN(join_lanes)(sum[c], out[c]);
+    }
 }
 
 #define DOTS(xr, lines)                                                                                            \
     static __attribute__((noinline)) TARGET void FN(dots_##xr##_##lines)(                                          \
-        const float *const *w, const float *x, int64_t x_row, int64_t k, const char *next, float (*out)[4]) {        \
-        FN(dots)(xr, lines, w, x, x_row, k, next, out);                                                            \
+        const float *const *w, const float *x, int64_t x_row, int64_t k, const float *const *next,                 \
+        const float *from, float *aside, float (*out)[4]) {                                                        \
+        FN(dots)(xr, lines, w, x, x_row, k, next, from, aside, out);                                               \
     }
-#define DOTS_ANY(xr) DOTS(xr, 1) DOTS(xr, 2) DOTS(xr, 4)
-#define DOTS_OF(xr) {FN(dots_##xr##_1), FN(dots_##xr##_2), FN(dots_##xr##_4)}
-typedef void (*FN(dots_function))(const float *const *, const float *, int64_t, int64_t, const char *, float (*)[4]);
+#define DOTS_ANY(xr) DOTS(xr, 0) DOTS(xr, 1) DOTS(xr, 2) DOTS(xr, 4)
+#define DOTS_OF(xr) {FN(dots_##xr##_0), FN(dots_##xr##_1), FN(dots_##xr##_2), NULL, FN(dots_##xr##_4)}
+typedef void (*FN(dots_function))(const float *const *, const float *, int64_t, int64_t, const float *const *,
+                                  const float *, float *, float (*)[4]);
 DOTS_ANY(1) DOTS_ANY(2)
 #if XR > 2
 DOTS_ANY(3) DOTS_ANY(4) DOTS_ANY(5)
@@ -81,7 +90,7 @@ DOTS_ANY(3) DOTS_ANY(4) DOTS_ANY(5)
 #if XR > 5
 DOTS_ANY(6)
 #endif
-static const FN(dots_function) FN(dots_functions)[XR][3] = {
+static const FN(dots_function) FN(dots_functions)[XR][5] = {
     DOTS_OF(1), DOTS_OF(2),
 #if XR > 2
     DOTS_OF(3), DOTS_OF(4), DOTS_OF(5),
@@ -91,26 +100,49 @@ static const FN(dots_function) FN(dots_functions)[XR][3] = {
 #endif
 };
 
-/* Weight rows [from, to) of one layer, all m rows of x: y[m][n]. */
-static TARGET void FN(linear)(const struct linear *l, const struct input *x, int64_t from, int64_t to, float *y) {
-    const int64_t k = x->k, passes = (x->m + XR - 1) / XR, few = x->m / passes, more = x->m % passes;
-    const int64_t each = VW / 4 / passes; /* cache lines to fetch a step, for the whole block in all passes */
-    const int lines = each >= 3 ? 2 : each >= 1 && passes < VW / 4 ? 1 : 0; /* index of 4, 2 or 1 */
-    const int64_t bytes = k * 16; /* four rows */
-    for (int64_t n = from; n < to; n += 4) {
-        const float *w[4];
-        float out[XR][4];
-        const int64_t have = to - n < 4 ? to - n : 4;
-        for (int r = 0; r < 4; r++) w[r] = l->w + (n + (r < have ? r : have - 1)) * k;
-        for (int64_t pass = 0, row = 0; pass < passes; pass++) {
-            const int64_t rows = few + (pass < more);
-            FN(dots_functions)[rows - 1][lines](w, x->data + row * x->row, x->row, k,
-                                                (const char *)(w[0]) + bytes + pass * bytes / passes, out);
-            for (int64_t c = 0; c < rows; c++)
-                for (int64_t r = 0; r < have; r++)
-                    y[(row + c) * l->n + n + r] = l->bias ? out[c][r] + l->bias[n + r] : out[c][r];
-            row += rows;
+/* Weight rows [from, to) of one layer, all m rows of x: y[m][to - from], rows `y_row` apart. `sums`: room for
+ * 16 floats for each of these results.
+ *
+ * All of x that a run over the weight rows touches should stay in the first-level cache, so long rows are
+ * taken in panels. Each block of four weight rows fetches the one that follows it. */
+static TARGET void FN(linear)(const struct linear *l, const struct input *x, int64_t from, int64_t to, float *y,
+                              int64_t y_row, float *sums) {
+    const int64_t k = x->k, m = x->m, passes = over(m, XR);
+    const int64_t panel = most(MIN_PANEL, padded(over(k, over(m * k * 4, PANEL_BYTES))));
+    for (int64_t at = 0; at < k; at += panel) {
+        const int64_t width = least(panel, k - at), last = at + width == k;
+        for (int64_t n = from; n < to; n += 4) {
+            const float *w[4], *next[4];
+            const int64_t have = least(4, to - n), ends = n + 4 >= to;
+            const int64_t then = !ends ? n + 4 : last ? to : from, then_at = !ends ? at : last ? 0 : at + width;
+            for (int r = 0; r < 4; r++) {
+                w[r] = l->w + (n + least(r, have - 1)) * k + at;
+                next[r] = l->w + least(then + r, l->n - 1) * k + then_at;
+            }
+            for (int64_t pass = 0, row = 0; pass < passes; pass++) {
+                float out[XR][4], *aside = sums + ((n - from) * m + 4 * row) * VW;
+                const int64_t rows = over(m - row, passes - pass), fetch = pass * 4 / passes;
+                FN(dots_functions)[rows - 1][(pass + 1) * 4 / passes - fetch](
+                    w, x->data + row * x->row + at, x->row, width, next + fetch, at ? aside : NULL, last ? NULL : aside, out);
+                for (int64_t c = 0; c < rows && last; c++)
+                    for (int64_t r = 0; r < have; r++)
+                        y[(row + c) * y_row + n - from + r] = l->bias ? out[c][r] + l->bias[n + r] : out[c][r];
+                row += rows;
+            }
         }
+    }
+}
+
+/* out = activation(gate) * up, for `n` elements. Both activations are x times a logistic function. */
+static TARGET void FN(gate)(int kind, int64_t n, const float *gate, const float *up, float *out) {
+    for (int64_t i = 0; i < n; i += VW) {
+        const size_t bytes = (size_t)least(VW, n - i) * 4;
+        vf g = {0}, u = {0};
+        memcpy(&g, gate + i, bytes);
+        memcpy(&u, up + i, bytes);
+        vf z = kind == SILU ? g : (g + g * g * g * 0.044715f) * 1.5957691216057308f; /* 2 sqrt(2 / pi) */
+        vf y = g / (FN(exp2)(-FN(max)(z * LOG2E, FN(splat)(-126.0f))) + 1.0f) * u;
+        memcpy(out + i, &y, bytes);
     }
 }
 

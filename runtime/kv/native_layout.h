@@ -9,6 +9,8 @@
 enum { GROUP = 64, BLOCK = 256, GROUPS = 4, ROWS = 6 /* query rows that share an unpacking in registers */ };
 enum { F32, BF16, U4, U8, LATENT }; /* kinds of rows; LATENT: values are channels of the keys */
 enum { SPLIT = 16, TILE_ROWS = 96 };
+enum { TASK_BYTES = 96 << 10, PANEL_BYTES = 32 << 10, MIN_PANEL = 256 }; /* of linear layers: see native_dot.h */
+enum { SILU, GELU }; /* activations of a gated block; GELU: its approximation with tanh */
 
 /* ---- the interface: native.py mirrors these structs */
 
@@ -75,6 +77,10 @@ struct input { /* x of a linear layer: m rows of k floats, `row` floats apart, z
     const float *data;
     int64_t m, k, row;
 };
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t over(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 static inline int64_t padded(int64_t width) { return (width + 15) / 16 * 16; }
 

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-_ABI = 2
+_ABI = 3
 
 
 class NativeUnavailable(RuntimeError):
@@ -49,6 +49,10 @@ def _load() -> ctypes.CDLL:
             [pointer, pointer, integer, integer, integer, pointer, integer, pointer, integer],
         ),
         "offbook_linear": (ctypes.c_int, [integer, pointer, integer, integer, pointer, pointer]),
+        "offbook_gated": (
+            ctypes.c_int,
+            [pointer, ctypes.c_int, integer, integer, pointer, pointer],
+        ),
         "offbook_threads": (None, [ctypes.c_int]),
         "offbook_isa": (ctypes.c_char_p, [ctypes.c_char_p]),
     }

@@ -8,14 +8,14 @@ the weights where they are, once. More rows, other dtypes, and what is being tra
 The kernel needs values, so such a layer evaluates its input: a forward is computed as it goes instead
 of at the end. A row's result has the same bits alone and in any batch of up to ``LIMIT`` rows.
 
-Layers that get the very same array (queries, keys and values; gate and up) are one call: the first one
-computes all, the others take their result if they come with that array.
+Layers that get the very same array (queries, keys and values) are one call: the first one computes all,
+the others take their result if they come with that array. A gated feed-forward block is one call too,
+where it is found to compute what the kernel does (``gated.py``).
 """
 
 from __future__ import annotations
 
 import copy
-import ctypes
 import threading
 from collections.abc import Sequence
 from typing import Any, cast
@@ -23,12 +23,10 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from numpy.typing import NDArray
 
 from ..kv import native_library
-
-LIMIT = 32
-"""Rows up to which the kernel is faster than MLX with OpenBLAS (``benchmarks/native_linear.py``)."""
+from . import gated
+from .few_rows import F32, Weights, address, few_rows
 
 TOGETHER = (
     ("q_proj", "k_proj", "v_proj"),
@@ -39,50 +37,18 @@ TOGETHER = (
 )
 """Names that layers of one parent have when they get the same input. A wrong guess costs time, once."""
 
-F32 = NDArray[np.float32]
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("outputs", ctypes.c_int64)]
-
-
-class _Weights:
-    """The layers' arrays as the kernel takes them, as long as the modules hold these very arrays."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = modules
-        self.arrays = [(module["weight"], module.get("bias")) for module in modules]
-        self.outputs = [int(weight.shape[0]) for weight, _ in self.arrays]
-        self.inputs = int(self.arrays[0][0].shape[1])
-        self.fit = all(_readable(array) for pair in self.arrays for array in pair) and all(
-            weight.shape[1] == self.inputs for weight, _ in self.arrays
-        )
-        if self.fit:
-            self._struct = (_Layer * len(modules))()
-            for layer, (weight, bias) in zip(self._struct, self.arrays, strict=True):
-                layer.weight, layer.outputs = _address(weight), weight.shape[0]
-                layer.bias = 0 if bias is None else _address(bias)
-            self.pointer = ctypes.addressof(self._struct)
-
-    def of(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether these are still the modules and their arrays."""
-        return modules is self.modules and all(
-            module["weight"] is weight and module.get("bias") is bias
-            for module, (weight, bias) in zip(modules, self.arrays, strict=True)
-        )
-
 
 class _Held:
     """The results for one input that are not taken yet.
 
     ``same`` is a second handle of the input: with it an in-place update of the input goes to new memory,
-    which ``address`` then tells.
+    which ``place`` then tells.
     """
 
-    __slots__ = ("address", "results", "same", "x")
+    __slots__ = ("place", "results", "same", "x")
 
-    def __init__(self, x: mx.array, address: int, results: dict[int, mx.array]) -> None:
-        self.x, self.same, self.address, self.results = x, copy.copy(x), address, results
+    def __init__(self, x: mx.array, place: int, results: dict[int, mx.array]) -> None:
+        self.x, self.same, self.place, self.results = x, copy.copy(x), place, results
 
 
 class _PerThread(threading.local):
@@ -95,7 +61,7 @@ class Siblings:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = tuple(modules)
         self._call = native_library.library().offbook_linear
-        self._weights: _Weights | None = None
+        self._weights: Weights | None = None
         self._mine = _PerThread()  # a model may run on several threads
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,18 +72,13 @@ class Siblings:
 
     def result(self, module: nn.Module, x: mx.array) -> mx.array | None:
         """``module``'s output for ``x``; None if it is MLX's to compute."""
-        rows = x.size // max(1, x.shape[-1]) if x.ndim else 0
-        if not 0 < rows <= LIMIT or x.dtype != mx.float32 or module.training:
+        values = few_rows(module, x)
+        if values is None:
             return None
-        try:
-            mx.eval(x)
-        except ValueError:  # x has no values: a function is being traced
-            return None
-        values: F32 = np.asarray(x)
-        address = _address(values)
+        place = address(x)
         held = self._mine.held
         if held is not None:
-            if held.x is x and held.address == address:
+            if held.x is x and held.place == place:
                 taken = held.results.pop(id(module), None)
                 if taken is not None:
                     if not held.results:
@@ -127,24 +88,22 @@ class Siblings:
             self._part(held.results)
         weights = self._weights
         if weights is None or not weights.of(self.modules):
-            weights = self._weights = _Weights(self.modules)
-        if not weights.fit or weights.inputs != x.shape[-1]:
+            weights = self._weights = Weights(self.modules)
+        if not weights.fit or any(inputs != x.shape[-1] for inputs in weights.inputs):
             return None
-        if not values.flags.c_contiguous:
-            values = np.ascontiguousarray(values)
         results = dict(zip(map(id, weights.modules), self._products(weights, values), strict=True))
         mine = results.pop(id(module), None)
         if mine is None:  # another thread has just set it apart
             return cast(mx.array | None, module._siblings.result(module, x))
         if results:
-            self._mine.held = _Held(x, address, results)
+            self._mine.held = _Held(x, place, results)
         return mine
 
-    def _products(self, weights: _Weights, values: F32) -> list[mx.array]:
-        lead, rows = values.shape[:-1], values.size // weights.inputs
+    def _products(self, weights: Weights, values: F32) -> list[mx.array]:
+        lead, rows = values.shape[:-1], values.size // values.shape[-1]
         out = np.empty(rows * sum(weights.outputs), np.float32)
         count = len(weights.modules)
-        if self._call(count, weights.pointer, rows, weights.inputs, _address(values), _address(out)):
+        if self._call(count, weights.pointer, rows, values.shape[-1], address(values), address(out)):
             raise MemoryError("the linear kernel could not get working memory")
         results, at = [], 0
         for outputs in weights.outputs:
@@ -208,12 +167,14 @@ def install(model: nn.Module) -> int:
     for _, module in model.named_modules():
         if _can(module):
             changed += _change([module])
+    gated.install(model)
     return changed
 
 
 def uninstall(model: nn.Module) -> None:
     """Undo ``install``."""
     plain = {native: cls for cls, native in _NATIVE.items()}
+    gated.uninstall(model)
     for _, module in model.named_modules():
         if type(module) in plain:
             module.__class__ = plain[type(module)]
@@ -230,11 +191,3 @@ def _change(group: Sequence[nn.Module]) -> int:
         module.__class__ = _NATIVE[type(module)]
         module._siblings = siblings
     return len(group)
-
-
-def _readable(array: mx.array | None) -> bool:
-    return array is None or (array.dtype == mx.float32 and bool(np.asarray(array).flags.c_contiguous))
-
-
-def _address(array: Any) -> int:
-    return cast(int, np.asarray(array).__array_interface__["data"][0])

@@ -1,0 +1,70 @@
+"""What the native kernel for few rows takes: an evaluated input, and weights that are where they were.
+
+Owns the limit, the decision whether a call is the kernel's or MLX's, and the kernel's view of a module's
+arrays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from numpy.typing import NDArray
+
+LIMIT = 32
+"""Rows up to which the kernel is faster than MLX with OpenBLAS (``benchmarks/native_linear.py``)."""
+
+F32 = NDArray[np.float32]
+
+
+def few_rows(module: nn.Module, x: mx.array) -> F32 | None:
+    """The input as the kernel takes it, evaluated; None if ``module(x)`` is MLX's to compute."""
+    rows = x.size // max(1, x.shape[-1]) if x.ndim else 0
+    if not 0 < rows <= LIMIT or x.dtype != mx.float32 or module.training:
+        return None
+    try:
+        mx.eval(x)
+    except ValueError:  # x has no values: a function is being traced
+        return None
+    values: F32 = np.asarray(x)
+    return values if values.flags.c_contiguous else np.ascontiguousarray(values)
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("outputs", ctypes.c_int64)]
+
+
+class Weights:
+    """The layers' arrays as the kernel takes them, as long as the modules hold these very arrays."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = modules
+        self.arrays = [(module["weight"], module.get("bias")) for module in modules]
+        self.outputs = [int(weight.shape[0]) for weight, _ in self.arrays]
+        self.inputs = [int(weight.shape[1]) for weight, _ in self.arrays]
+        self.fit = all(_readable(array) for pair in self.arrays for array in pair)
+        if self.fit:
+            self._struct = (_Layer * len(modules))()
+            for layer, (weight, bias) in zip(self._struct, self.arrays, strict=True):
+                layer.weight, layer.outputs = address(weight), weight.shape[0]
+                layer.bias = 0 if bias is None else address(bias)
+            self.pointer = ctypes.addressof(self._struct)
+
+    def of(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether these are still the modules and their arrays."""
+        return modules is self.modules and all(
+            module["weight"] is weight and module.get("bias") is bias
+            for module, (weight, bias) in zip(modules, self.arrays, strict=True)
+        )
+
+
+def _readable(array: mx.array | None) -> bool:
+    return array is None or (array.dtype == mx.float32 and bool(np.asarray(array).flags.c_contiguous))
+
+
+def address(array: Any) -> int:
+    return cast(int, np.asarray(array).__array_interface__["data"][0])
