@@ -10,6 +10,7 @@ import contextlib
 import os
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,53 @@ def test_whatever_happens_every_answer_is_that_of_a_cold_run(
         while life.engine.call(lambda: bool(life.engine.loop.memory.loading)):
             pass
         life.engine.check()
+
+
+@pytest.mark.parametrize("seed", range(LIVES))
+def test_in_a_storm_of_requests_every_turn_ends_and_every_answer_is_right(
+    seed: int, engine: Callable[..., Any], oracle: Any, tiny: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Arrivals, cancels, prefetches and changes of the budget, all at once, in a pool for about three."""
+    one = engine("gemma-300", tmp_path, slots=10, pages=9, scheme=KVScheme.uniform(None))
+    choose, numbers = random.Random(seed), np.random.default_rng(seed)
+    histories = [numbers.integers(3, 120, 1400, dtype=np.uint32) for _ in range(12)]
+    begun: list[tuple[Any, Any]] = []
+    resizes: list[Any] = []
+    for _ in range(45):
+        agent = choose.randrange(12)
+        ids = histories[agent][: choose.randint(1, 1200)]
+        turn = one.job(
+            f"a{agent}",
+            ids,
+            sampling=SamplingParams(max_tokens=choose.randint(1, 5), logprobs=8),
+            priority=choose.randint(-1, 1),
+        )
+        begun.append((ids, turn))
+        one.submit(turn)
+        match choose.randrange(8):
+            case 0 | 1:
+                late = choose.choice(begun)[1].job
+                one.loop.post(partial(one.loop.cancel, late))
+            case 2 | 3:
+                other = choose.randrange(12)
+                one.loop.post(partial(one.loop.prefetch, (f"a{other}", ""), histories[other][:600]))
+            case 4:
+                resizes.append(one.loop.resize(choose.choice([110, 120, 128]) << 20))
+            case 5:
+                one.call(lambda: None)
+    answered = 0
+    for ids, turn in begun:
+        with contextlib.suppress(Cancelled):
+            said = np.frombuffer(turn.wait().appended, "<u4")[len(ids) :]
+            reference = oracle(tiny("gemma-300"))
+            for step, got in enumerate(turn.result.logprobs):
+                row = reference.feed(said[step - 1 : step] if step else ids)
+                row = row - np.log(np.exp(row).sum())
+                assert max(abs(value - row[ord(name)]) for name, value in got.items()) < 2e-3
+            answered += 1
+    for resize in resizes:
+        resize.result(60)
+    while one.call(lambda: bool(one.loop.memory.loading)):
+        pass
+    one.check()
+    assert answered > 20
