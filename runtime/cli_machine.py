@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -162,11 +163,10 @@ def kv_ls(runtime: RuntimeName = None, as_json: AsJson = False) -> None:
         ]
         typer.echo(msgspec.json.encode(facts).decode())
         return
-    table = Table()
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("agent", "tokens", "blocks", "bytes", "shared", "model", "last used"):
-        table.add_column(
-            column, justify="right" if column in ("tokens", "blocks", "bytes", "shared") else "left"
-        )
+        right = column in ("tokens", "blocks", "bytes", "shared")
+        table.add_column(column, justify="right" if right else "left", no_wrap=True, overflow="fold")
     for one in agents:
         table.add_row(
             one.agent,
@@ -174,8 +174,8 @@ def kv_ls(runtime: RuntimeName = None, as_json: AsJson = False) -> None:
             str(one.blocks),
             format_bytes(one.nbytes),
             format_bytes(one.shared_bytes),
-            one.fingerprint[:12],
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.last_used)),
+            one.fingerprint[:8],
+            time.strftime("%m-%d %H:%M:%S", time.localtime(one.last_used)),
         )
     console.print(table)
     cap = f" of {format_bytes(stats.cap_bytes)}" if stats.cap_bytes is not None else ""

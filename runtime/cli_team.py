@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import anyio
 import msgspec
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -143,6 +144,7 @@ def ps(runtime: RuntimeName = None, as_json: AsJson = False) -> None:
         f"[bold]{name}[/bold]: process {host.pid}, {host.actors} actors, {host.active} in memory, {busy}; "
         f"{host.turns} turns, {host.failed} failed, {host.dead_letters} dead letters",
         highlight=False,
+        soft_wrap=True,
     )
     if engine is None:
         console.print("engine: not there (loading, restarting, or none was started)", highlight=False)
@@ -152,10 +154,18 @@ def ps(runtime: RuntimeName = None, as_json: AsJson = False) -> None:
             f"{format_bytes(engine.used_bytes)} of {format_bytes(engine.budget_bytes)} used, "
             f"{format_bytes(engine.disk_bytes)} on disk",
             highlight=False,
+            soft_wrap=True,
         )
     console.print(_actor_table(actors, engine))
+    for actor in actors:
+        if actor.error:
+            console.print(
+                f"[red]{actor.id}[/red] was stopped: {actor.error}", highlight=False, soft_wrap=True
+            )
     for failure in host.failures[-3:]:
-        console.print(f"[red]{failure.actor}[/red] {failure.type}: {failure.error}", highlight=False)
+        console.print(
+            f"[red]{failure.actor}[/red] {failure.type}: {failure.error}", highlight=False, soft_wrap=True
+        )
 
 
 async def _look(name: str) -> tuple[HostInfo, list[ActorInfo], EngineStats | None]:
@@ -180,15 +190,16 @@ _COLOURS = {"hot": "red", "warm": "yellow", "cold": "blue"}
 
 def _actor_table(actors: list[ActorInfo], engine: EngineStats | None) -> Table:
     memories: dict[str, AgentStats] = {agent.agent: agent for agent in engine.agents} if engine else {}
-    table = Table()
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("actor", "state", "waiting", "turns", "memory", "tokens", "in memory", "on disk"):
-        table.add_column(name, justify="left" if name in ("actor", "state", "memory") else "right")
+        left = name in ("actor", "state", "memory")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True, overflow="fold")
     for actor in actors:
         memory = memories.get(actor.id)
         where = memory.where if memory else "cold" if actor.tokens else ""
         table.add_row(
             actor.id,
-            actor.state + (f": {actor.error}" if actor.error else ""),
+            f"[red]{actor.state}[/]" if actor.error else actor.state,
             str(actor.mailbox),
             str(actor.turns),
             f"[{_COLOURS[where]}]{where}[/]" if where else "",
