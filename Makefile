@@ -45,7 +45,7 @@ $(PY):
 # Reinstalled when the dependencies or the compiled kernel's sources change; Python files are used in place.
 $(STAMP): pyproject.toml $(wildcard setup.py) $(wildcard runtime/kv/*.c runtime/kv/*.cpp runtime/kv/*.h) | $(PY)
 	@echo "installing offbook[$(EXTRA),dev] into $(VENV)"
-	@$(PY) -m pip install --quiet --disable-pip-version-check --upgrade-strategy only-if-needed -e '.[$(EXTRA),dev]'
+	@PYTHONWARNINGS=ignore $(PY) -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRA),dev]'
 	@touch $@
 
 # MLX's CPU wheel links a reference BLAS, some 25 times slower than OpenBLAS. Having it is a matter of
