@@ -9,6 +9,7 @@ engine is a child that may die and is started again without the actors noticing 
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import signal
@@ -46,7 +47,14 @@ from offbook.bus.errors import (
     ProtocolError,
 )
 from offbook.runtime.child import EngineChild
-from offbook.runtime.config import DEFAULT_MODEL, EngineConfig, check_budget, default_store_dir, parse_memory
+from offbook.runtime.config import (
+    DEFAULT_MODEL,
+    EngineConfig,
+    InvalidConfig,
+    check_budget,
+    default_store_dir,
+    parse_memory,
+)
 from offbook.runtime.describe import serve_descriptions
 from offbook.runtime.lockfile import LockFile
 
@@ -110,6 +118,11 @@ class Runtime:
         engine: bool = True,
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
+        if engine and importlib.util.find_spec("mlx") is None:
+            raise InvalidConfig(
+                "this installation has no MLX to run an engine with: pip install 'offbook[cpu]' (or [metal], "
+                "[cuda]), or pass engine=False"
+            )
         self.name = name
         self.run_dir = run_dir(name)
         self.endpoint = endpoint_for(name)
