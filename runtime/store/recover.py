@@ -54,6 +54,7 @@ def _recover_blocks(state: State) -> set[bytes]:
     adopted: set[bytes] = set()
     found: set[bytes] = set()
     for folder in _folders(state.paths.blocks):
+        _set_strays_aside(state, folder)
         for path, size in _files(folder):
             name = _block_name(path, folder)
             if name is None:
@@ -91,6 +92,7 @@ def _recover_tails(state: State) -> None:
     found: set[tuple[bytes, int, int]] = set()
     adopted: list[tuple[TailFacts, bytes, float]] = []
     for folder in _folders(state.paths.tails):
+        _set_strays_aside(state, folder)
         for path, size in _files(folder):
             named = _tail_name(path, folder)
             if named is None:
@@ -137,6 +139,14 @@ def _adopt_tail(state: State, facts: TailFacts, key: bytes, used: float) -> None
 def _folders(parent: Path) -> Iterator[Path]:
     if parent.is_dir():
         yield from sorted(path for path in parent.iterdir() if path.is_dir())
+
+
+def _set_strays_aside(state: State, folder: Path) -> None:
+    """What is no file (a folder, a link) must not stand where one is to be written."""
+    with os.scandir(folder) as entries:
+        strays = [entry.path for entry in entries if not entry.is_file(follow_symlinks=False)]
+    for path in strays:
+        state.quarantine(path, "stray")
 
 
 def _files(folder: Path) -> list[tuple[str, int]]:

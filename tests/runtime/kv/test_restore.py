@@ -172,6 +172,32 @@ def test_rewinding_to_a_saved_turn_goes_on_with_the_same_bits(
     assert same(got, live(rig(architecture), "a", again, early))
 
 
+def test_rewinding_to_any_turn_is_right_whether_its_tail_is_kept_or_not(
+    architecture: str, rig: Callable[..., Any], ids: Any, tmp_path: Path
+) -> None:
+    """The latest tails are kept; an older turn comes back by its blocks and a prefill of the rest."""
+    turns = (90, 200, 330, 420, 530, 650, 800)
+    text = ids(800, 5)
+    one = rig(architecture, bits=None, folder=tmp_path)
+    for length in turns:
+        one.say("a", text[:length])
+        one.memory.save(one.table("a"))
+    one.evict("a")
+    kept = [info.tokens for info in one.store.tails("a")]
+    assert kept == list(turns[-4:])
+    for length in turns:
+        again = np.concatenate([text[:length], ids(5, 6)])
+        got, plan = go_on(one, "b", again, length, origin="a")  # as "a" rewound, which would lose later tails
+        assert plan.tokens == length or length not in kept
+        for logits, expected in zip(got, live(rig(architecture, bits=None), "a", again, length), strict=True):
+            np.testing.assert_allclose(logits, expected, atol=1e-3)
+        one.lose("b")
+    got, plan = go_on(one, "a", np.concatenate([text[:200], ids(5, 6)]), 200)  # and "a" itself
+    expected = live(rig(architecture, bits=None), "a", np.concatenate([text[:200], ids(5, 6)]), 200)
+    for logits, wanted in zip(got, expected, strict=True):
+        np.testing.assert_allclose(logits, wanted, atol=1e-3)
+
+
 def test_a_live_agent_rewound_behind_its_window_equals_a_cold_run(
     rig: Callable[..., Any], ids: Any, tmp_path: Path
 ) -> None:
@@ -184,10 +210,10 @@ def test_a_live_agent_rewound_behind_its_window_equals_a_cold_run(
     np.testing.assert_allclose(got, expected, atol=2e-2)
 
 
+@pytest.mark.parametrize("length", [300, 450])
 def test_an_exported_agent_goes_on_elsewhere_with_the_same_bits(
-    architecture: str, rig: Callable[..., Any], ids: Any, tmp_path: Path
+    architecture: str, rig: Callable[..., Any], ids: Any, tmp_path: Path, length: int
 ) -> None:
-    length = 450
     text = ids(length + 5, 9)
     here, there = (rig(architecture, folder=tmp_path / name) for name in ("here", "there"))
     here.say("a", text[:length])
