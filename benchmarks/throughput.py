@@ -4,6 +4,9 @@ Agents hold histories of 1K and 4K tokens (different text each). Every variant g
 of tokens per agent from the same histories, in one run, interleaved: (a) all at once on our engine,
 (b) the same agents one after another on our engine, (c) mlx-lm's ``BatchGenerator`` with unquantised
 caches, prefilled beforehand. Time is from the first to the last token: histories are in memory.
+
+The engine changes the model it is given (its linear layers, see ``runtime/models/linear.py``), so mlx-lm
+runs a second copy of the model, as mlx-lm makes it.
 """
 
 from __future__ import annotations
@@ -90,21 +93,27 @@ Rates = dict[str, float]
 
 
 def compare(
-    loaded: LoadedModel, reader: Reader, size: int, counts: list[int], tokens: int, repeats: int
+    loaded: LoadedModel,
+    plain: LoadedModel,
+    reader: Reader,
+    size: int,
+    counts: list[int],
+    tokens: int,
+    repeats: int,
 ) -> dict[int, Rates]:
-    """Median tokens a second of every variant, per number of agents."""
+    """Median tokens a second of every variant, per number of agents; ``plain`` is for mlx-lm."""
     most = max(counts)
     out: dict[int, Rates] = {}
     with Team(loaded, budget_for(loaded, agents=most + 1, tokens=size + 1024), persistent=False) as team:
         agents = [f"agent/{size}-{i}" for i in range(most)]
         for agent in agents:
             team.say(agent, reader.text(size - 40), max_tokens=2, ignore_end=True)
-        histories = [(team.transcripts[a], mlx_caches(loaded, team.transcripts[a])) for a in agents]
+        histories = [(team.transcripts[a], mlx_caches(plain, team.transcripts[a])) for a in agents]
         for count in counts:
             variants: dict[str, Callable[[], float]] = {
                 "batch": partial(our_batch, team, agents[:count], tokens),
                 "sequence": partial(our_sequence, team, agents[:count], tokens),
-                "mlx_lm": partial(mlx_batch, loaded, histories[:count], tokens),
+                "mlx_lm": partial(mlx_batch, plain, histories[:count], tokens),
             }
             values = common.interleaved(variants, repeats)
             out[count] = {name: common.median(of) for name, of in values.items()}
@@ -117,12 +126,12 @@ def main() -> None:
     settings = [(1024, [1, 2, 4, 8, 16]), (4096, [1, 2, 4, 8])]
     if args.quick:
         settings = [(1024, [1, 8]), (4096, [8])]
-    loaded = load_embedded()
+    loaded, plain = load_embedded(), load_embedded()
     reader = Reader(loaded)
     rows: list[list[Any]] = []
     summary: dict[str, float] = {}
     for size, counts in settings:
-        for count, m in compare(loaded, reader, size, counts, tokens, repeats).items():
+        for count, m in compare(loaded, plain, reader, size, counts, tokens, repeats).items():
             over_sequence, over_mlx = m["batch"] / m["sequence"], m["batch"] / m["mlx_lm"]
             rows.append(
                 [f"{count} x {size}", m["batch"], m["sequence"], m["mlx_lm"], over_sequence, over_mlx]

@@ -5,7 +5,8 @@ Histories of 1.5K tokens. The same script of turns is run by:
 * ours: persistent 4-bit memory; the next speaker's message is announced while this one speaks.
 * (a) the same engine with persistence off: an evicted agent is prefilled again.
 * (b) mlx-lm, one sequence at a time, ``save_prompt_cache``/``load_prompt_cache`` per agent, memory for
-  three caches.
+  three caches. The engine changes the linear layers of the model it is given, so this one runs a copy of
+  its own, as mlx-lm makes it.
 * (c) llama-cpp-python with state files per agent, if it is installed.
 
 Wall time of the turns after priming, and the median and 95th percentile of the time to first token.
@@ -227,7 +228,7 @@ def main() -> None:
     variants: dict[str, Callable[[], Result | None]] = {
         "ours": lambda: ours(loaded, play, persistent=True),
         "re-prefill": lambda: ours(loaded, again, persistent=False),
-        "mlx-lm files": lambda: mlx_files(loaded, play),
+        "mlx-lm files": lambda: mlx_files(load_embedded(), play),
         "llama.cpp files": lambda: llama_cpp(loaded, play),
     }
     results = {name: run() for name, run in variants.items()}

@@ -59,7 +59,7 @@ def _load() -> ctypes.CDLL:
     for name, (result, arguments) in signatures.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
-    loaded.offbook_isa(None)
+    _use(loaded, "")
     loaded.offbook_threads(default_threads())
     return loaded
 
@@ -125,7 +125,22 @@ def instruction_set(name: str = "") -> str:
     Raises:
         ValueError: this CPU or this build does not have it.
     """
-    chosen: bytes | None = library().offbook_isa(name.encode())
+    return _use(library(), name)
+
+
+def instruction_set_in_use() -> str:
+    """The instruction set the kernel computes with now."""
+    library()
+    return _in_use
+
+
+_in_use = ""
+
+
+def _use(loaded: ctypes.CDLL, name: str) -> str:
+    global _in_use
+    chosen: bytes | None = loaded.offbook_isa(name.encode())
     if chosen is None:
         raise ValueError(f"instruction set {name!r} is not available on this machine")
-    return chosen.decode()
+    _in_use = chosen.decode()
+    return _in_use

@@ -15,16 +15,16 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-LIMIT = 32
-"""Rows up to which the kernel is faster than MLX with OpenBLAS (``benchmarks/native_linear.py``)."""
+LIMITS = {"avx512": 128, "avx2": 32, "plain": 12}
+"""Rows up to which the kernel beats MLX with OpenBLAS, as measured by ``benchmarks/native_linear.py``."""
 
 F32 = NDArray[np.float32]
 
 
-def few_rows(module: nn.Module, x: mx.array) -> F32 | None:
+def few_rows(module: nn.Module, x: mx.array, limit: int) -> F32 | None:
     """The input as the kernel takes it, evaluated; None if ``module(x)`` is MLX's to compute."""
     rows = x.size // max(1, x.shape[-1]) if x.ndim else 0
-    if not 0 < rows <= LIMIT or x.dtype != mx.float32 or module.training:
+    if not 0 < rows <= limit or x.dtype != mx.float32 or module.training:
         return None
     try:
         mx.eval(x)

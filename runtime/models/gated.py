@@ -29,20 +29,21 @@ TOLERANCE = 1e-4
 class Gated:
     """The kernel's call for one block."""
 
-    def __init__(self, layers: tuple[nn.Module, ...], activation: int) -> None:
-        self.layers, self.activation = layers, activation
+    def __init__(self, layers: tuple[nn.Module, ...], activation: int, limit: int) -> None:
+        self.layers, self.activation, self.limit = layers, activation, limit
         self._call = native_library.library().offbook_gated
         self._weights: Weights | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"layers": self.layers, "activation": self.activation}  # a copy's arrays are elsewhere
+        # A copy's arrays are elsewhere.
+        return {"layers": self.layers, "activation": self.activation, "limit": self.limit}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
     def result(self, block: nn.Module, x: mx.array) -> mx.array | None:
         """The block's output for ``x``; None if it is MLX's to compute."""
-        values = few_rows(block, x)
+        values = few_rows(block, x, self.limit)
         return None if values is None else self.product(values)
 
     def product(self, values: F32) -> mx.array | None:
@@ -73,7 +74,7 @@ class _Block:
 _classes: dict[type, type] = {}
 
 
-def install(model: nn.Module) -> int:
+def install(model: nn.Module, limit: int) -> int:
     """Change the model's gated blocks of float32 linear layers; how many there were."""
     changed = 0
     for _, module in model.named_modules():
@@ -81,7 +82,9 @@ def install(model: nn.Module) -> int:
             continue
         for names in NAMES:
             layers = tuple(module.get(name) for name in names)
-            if all(isinstance(layer, nn.Linear) for layer in layers) and (found := _find(module, layers)):
+            if all(isinstance(layer, nn.Linear) for layer in layers) and (
+                found := _find(module, layers, limit)
+            ):
                 module.__class__ = _native(type(module))
                 module._gated = found
                 changed += 1
@@ -101,7 +104,7 @@ def _native(cls: type) -> type:
     return _classes[cls]
 
 
-def _find(block: nn.Module, layers: tuple[nn.Module, ...]) -> Gated | None:
+def _find(block: nn.Module, layers: tuple[nn.Module, ...], limit: int) -> Gated | None:
     """The call that computes what the block does, if there is one."""
     inputs = layers[0].weight.shape[1]
     # Small and large inputs: an activation that is clipped, or another one, shows.
@@ -115,7 +118,7 @@ def _find(block: nn.Module, layers: tuple[nn.Module, ...]) -> Gated | None:
     if expected.shape[0] != 3 or not np.all(np.isfinite(size) & (size > 0)):
         return None
     for activation in ACTIVATIONS:
-        call = Gated(layers, activation)
+        call = Gated(layers, activation, limit)
         got = call.product(rows)
         if got is None or got.shape != expected.shape:
             return None

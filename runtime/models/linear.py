@@ -6,7 +6,7 @@ layers (and an ``nn.Embedding`` that is the head) into ones that hand few rows t
 the weights where they are, once. More rows, other dtypes, and what is being traced go MLX's way.
 
 The kernel needs values, so such a layer evaluates its input: a forward is computed as it goes instead
-of at the end. A row's result has the same bits alone and in any batch of up to ``LIMIT`` rows.
+of at the end. A row's result has the same bits alone and in any batch of up to that many rows.
 
 Layers that get the very same array (queries, keys and values) are one call: the first one computes all,
 the others take their result if they come with that array. A gated feed-forward block is one call too,
@@ -26,7 +26,7 @@ import numpy as np
 
 from ..kv import native_library
 from . import gated
-from .few_rows import F32, Weights, address, few_rows
+from .few_rows import F32, LIMITS, Weights, address, few_rows
 
 TOGETHER = (
     ("q_proj", "k_proj", "v_proj"),
@@ -58,21 +58,21 @@ class _PerThread(threading.local):
 class Siblings:
     """Layers that get the same input, or one layer alone."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = tuple(modules)
+    def __init__(self, modules: Sequence[nn.Module], limit: int) -> None:
+        self.modules, self.limit = tuple(modules), limit
         self._call = native_library.library().offbook_linear
         self._weights: Weights | None = None
         self._mine = _PerThread()  # a model may run on several threads
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"modules": self.modules}  # a copy's arrays are elsewhere
+        return {"modules": self.modules, "limit": self.limit}  # a copy's arrays are elsewhere
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["modules"])  # type: ignore[misc]
+        self.__init__(**state)  # type: ignore[misc]
 
     def result(self, module: nn.Module, x: mx.array) -> mx.array | None:
         """``module``'s output for ``x``; None if it is MLX's to compute."""
-        values = few_rows(module, x)
+        values = few_rows(module, x, self.limit)
         if values is None:
             return None
         place = address(x)
@@ -115,7 +115,7 @@ class Siblings:
         """Some did not come for their results: they do not get the same input, or not always."""
         apart = [module for module in self.modules if id(module) in left]
         for module in apart:
-            module._siblings = Siblings([module])
+            module._siblings = Siblings([module], self.limit)
         self.modules = tuple(module for module in self.modules if id(module) not in left)
 
 
@@ -138,7 +138,7 @@ class NativeEmbedding(nn.Embedding):  # type: ignore[misc]
 _NATIVE: dict[type, type] = {nn.Linear: NativeLinear, nn.Embedding: NativeEmbedding}
 
 
-def install(model: nn.Module) -> int:
+def install(model: nn.Module, *, limit: int | None = None) -> int:
     """Let the kernel compute the few-row products of a model on the CPU.
 
     The modules stay the objects they are, with the same parameters at the same paths. Modules of other
@@ -148,11 +148,16 @@ def install(model: nn.Module) -> int:
     The model goes into evaluation mode: what is trained (``model.train()``) is left to MLX, because the
     kernel's results carry no gradients.
 
+    Args:
+        limit: up to how many rows (default: where it was measured to be faster, by instruction set).
+
     Returns:
-        How many modules were changed.
+        How many linear layers and heads were changed.
     """
     if not native_library.available():
         return 0
+    if limit is None:
+        limit = LIMITS[native_library.instruction_set_in_use()]
     model.eval()
     changed = 0
     for _, parent in model.named_modules():
@@ -162,12 +167,12 @@ def install(model: nn.Module) -> int:
             if len({id(child) for child in group}) == len(names) and all(
                 child.weight.shape[1] == group[0].weight.shape[1] for child in group
             ):
-                changed += _change(group)
+                changed += _change(group, limit)
                 children = {name: child for name, child in children.items() if name not in names}
     for _, module in model.named_modules():
         if _can(module):
-            changed += _change([module])
-    gated.install(model)
+            changed += _change([module], limit)
+    gated.install(model, limit)
     return changed
 
 
@@ -185,8 +190,8 @@ def _can(module: Any) -> bool:
     return type(module) in _NATIVE and bool(module.weight.dtype == mx.float32)
 
 
-def _change(group: Sequence[nn.Module]) -> int:
-    siblings = Siblings(group)
+def _change(group: Sequence[nn.Module], limit: int) -> int:
+    siblings = Siblings(group, limit)
     for module in group:
         module.__class__ = _NATIVE[type(module)]
         module._siblings = siblings
