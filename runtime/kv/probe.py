@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models import cache as mlx_cache
 from mlx_lm.models.base import create_causal_mask
 
-from offbook.bus.errors import ModelError
+from offbook.bus.errors import ModelError, OffbookError
 
 from .attention import install
 from .cache import CausalMask
@@ -39,6 +39,11 @@ class Recorder:
     @property
     def offset(self) -> int:
         return int(self.inner.offset)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Heads, widths, and calls of the shared attention."""
+        return self.heads, self.key_width, self.value_width, self.calls
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.heads, self.key_width = keys.shape[1], keys.shape[3]
@@ -82,22 +87,14 @@ def derive(model: nn.Module) -> ModelCacheSpec:
             shared attention, or a mask of the model's own. The message names the layer.
     """
     install(model)
-    inner = make_caches(model)
-    recorders: list[Any] = []
-    for index, cache in enumerate(inner):
-        if type(cache) in (mlx_cache.KVCache, mlx_cache.RotatingKVCache) or getattr(cache, "latent", False):
-            if getattr(cache, "keep", 0):
-                raise ModelError(f"layer {index}: a rotating cache that keeps {cache.keep} first tokens")
-            recorders.append(Recorder(index, cache))
-        elif type(cache) is mlx_cache.ArraysCache:
-            recorders.append(cache)
-        else:
+    recorders, dtype_bytes = _record(model, PROBE_TOKENS)
+    singles, _ = _record(model, 1)
+    for several, single in zip(recorders, singles, strict=True):
+        if isinstance(several, Recorder) and several.shape != single.shape:
             raise ModelError(
-                f"layer {index} of {type(model).__module__} keeps a {type(cache).__name__}; "
-                "only full, sliding-window, latent and recurrent layers can be served"
+                f"layer {several.index} of {type(model).__module__} attends otherwise to one token than to "
+                f"several (heads, widths, calls {single.shape} and {several.shape}); that cannot be served"
             )
-    logits = model(mx.array([[1 + i % 7 for i in range(PROBE_TOKENS)]]), cache=recorders)
-    mx.eval(logits)
     layers = []
     for index, cache in enumerate(recorders):
         if not isinstance(cache, Recorder):
@@ -112,4 +109,32 @@ def derive(model: nn.Module) -> ModelCacheSpec:
         layers.append(
             LayerSpec(index, kind, cache.heads, cache.key_width, cache.value_width, cache.window)  # type: ignore[arg-type]
         )
-    return ModelCacheSpec(tuple(layers), dtype_bytes=logits.dtype.size)
+    return ModelCacheSpec(tuple(layers), dtype_bytes=dtype_bytes)
+
+
+def _record(model: nn.Module, length: int) -> tuple[list[Any], int]:
+    """One forward of so many tokens: its caches, ``Recorder`` where it attends, and the bytes of a logit."""
+    recorders: list[Any] = []
+    for index, cache in enumerate(make_caches(model)):
+        if type(cache) in (mlx_cache.KVCache, mlx_cache.RotatingKVCache) or getattr(cache, "latent", False):
+            if getattr(cache, "keep", 0):
+                raise ModelError(f"layer {index}: a rotating cache that keeps {cache.keep} first tokens")
+            recorders.append(Recorder(index, cache))
+        elif type(cache) is mlx_cache.ArraysCache:
+            recorders.append(cache)
+        else:
+            raise ModelError(
+                f"layer {index} of {type(model).__module__} keeps a {type(cache).__name__}; "
+                "only full, sliding-window, latent and recurrent layers can be served"
+            )
+    try:
+        logits = model(mx.array([[1 + i % 7 for i in range(length)]]), cache=recorders)
+        mx.eval(logits)
+    except OffbookError:
+        raise
+    except Exception as error:  # whatever a model does that our caches and masks do not allow
+        raise ModelError(
+            f"{type(model).__module__} uses its caches or masks in a way of its own, so its attention cannot "
+            f"read the block pool ({type(error).__name__}: {error}); use another architecture"
+        ) from error
+    return recorders, int(logits.dtype.size)

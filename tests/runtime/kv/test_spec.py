@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models import gpt_oss, llama
+from mlx_lm.models import deepseek_v3, gpt_oss, llama
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from offbook.bus.errors import ModelError
@@ -179,3 +179,47 @@ def test_a_layer_that_does_not_call_the_shared_attention_is_refused() -> None:
 def test_a_model_without_the_shared_attention_is_refused() -> None:
     with pytest.raises(ModelError, match="calls mlx-lm's shared scaled_dot_product_attention"):
         install(nn.Linear(2, 2))
+
+
+def test_a_model_that_passes_scores_as_its_mask_is_refused() -> None:
+    """DeepSeek-V3 adds its rotary scores by way of the mask."""
+    args = {
+        "model_type": "deepseek_v3",
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 64,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 40,
+        "v_head_dim": 24,
+        "rope_scaling": None,
+    }
+    with pytest.raises(ModelError, match=r"deepseek_v3 .*in a way of its own"):
+        derive(deepseek_v3.Model(deepseek_v3.ModelArgs.from_dict(args)))
+
+
+def test_a_layer_that_attends_otherwise_to_one_token_is_refused() -> None:
+    class Twice(nn.Module):  # type: ignore[misc]
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def __call__(self, x: Any, mask: Any = None, cache: Any = None) -> Any:
+            out = self.inner(x, mask, cache)
+            return out if x.shape[1] > 1 else self.inner(x, mask, cache) + out
+
+    model = Patched()
+    model.model.layers[0].self_attn = Twice(model.model.layers[0].self_attn)
+    with pytest.raises(ModelError, match=r"layer 0 .*otherwise to one token"):
+        derive(model)
