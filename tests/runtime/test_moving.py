@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ async def next_day(name: str, agent: str = "diarist/ann", *, back: int | None = 
 def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """``homes("one")``: from now on this is home."""
     monkeypatch.delenv("OFFBOOK_RUNTIME", raising=False)
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "400")
 
     def at(name: str) -> Path:
         monkeypatch.setenv("OFFBOOK_HOME", str(tmp_path / name))
@@ -110,7 +111,33 @@ async def test_an_agent_moves_with_state_transcript_and_memory(
 
     assert await run(["kv", "import", file, "-r", "there"]) == 1
     assert "diarist/ann exists already" in capsys.readouterr().err
-    assert await run(["kv", "verify", "-r", "there"]) == 0
+
+
+async def test_operators_list_verify_and_collect_what_is_on_disk(
+    homes: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = homes("one")
+    first = await first_day()
+    capsys.readouterr()
+    assert await run(["kv", "ls", "--json"]) == 0
+    [record] = json.loads(capsys.readouterr().out)
+    assert (record["agent"], record["tokens"]) == ("diarist/ann", first["context"] - 1)
+    assert await run(["kv", "ls"]) == 0
+    assert "diarist/ann" in capsys.readouterr().out
+    assert await run(["kv", "gc"]) == 0
+    assert "0 blocks deleted" in capsys.readouterr().out
+    assert await run(["kv", "verify"]) == 0
+    [tail] = (home / "here" / "kv" / "tails").glob("*/*")
+    raw = bytearray(tail.read_bytes())
+    raw[-1] ^= 1
+    tail.write_bytes(raw)
+    assert await run(["kv", "verify"]) == 1
+    assert str(tail) in capsys.readouterr().out
+    assert await run(["kv", "verify", "--quarantine"]) == 1
+    assert await run(["kv", "verify"]) == 0
+    again = await next_day("here")
+    assert again["source"] == "cold"
+    assert again["heard"] == first["heard"]
 
 
 async def run(arguments: list[str]) -> int:
