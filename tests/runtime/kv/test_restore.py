@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,14 @@ def boundaries(architecture: str, native: bool) -> list[int]:
     if not native:  # the same tables; one boundary of each kind is enough
         edges = {128, 192, 384} | ({window + 256} if window is not None else set())
     return sorted({edge + by for edge in edges for by in (-1, 0, 1)})
+
+
+EVERY = sorted({edge for name in ("llama", *WINDOWS) for edge in boundaries(name, True)})
+
+
+def lengths(*few: int) -> Any:
+    """These lengths; with OFFBOOK_ALL_LENGTHS=1 those around every boundary of any kind."""
+    return pytest.mark.parametrize("length", EVERY if os.environ.get("OFFBOOK_ALL_LENGTHS") else few)
 
 
 def go_on(rig: Any, agent: str, ids: Any, length: int, **how: Any) -> tuple[list[Any], Any]:
@@ -61,7 +70,7 @@ def test_an_evicted_agent_goes_on_with_the_same_bits_at_every_boundary(
         other.lose(f"a{length}")
 
 
-@pytest.mark.parametrize("length", [200, 700])
+@lengths(200, 700)
 def test_a_new_process_goes_on_with_the_same_bits(
     architecture: str, rig: Callable[..., Any], ids: Any, tmp_path: Path, length: int
 ) -> None:
@@ -109,7 +118,7 @@ def test_other_bits_are_restored_as_they_were(
     assert same(got, live(rig("gemma-300", bits=bits), "a", text, 600))
 
 
-@pytest.mark.parametrize("length", [127, 450])
+@lengths(127, 450)
 def test_a_fork_in_memory_goes_on_with_the_same_bits(
     architecture: str, rig: Callable[..., Any], ids: Any, length: int
 ) -> None:
@@ -142,7 +151,7 @@ def test_a_fork_and_its_parent_go_different_ways_without_touching_each_other(
         two.lose(agent)
 
 
-@pytest.mark.parametrize("length", [200, 450])
+@lengths(200, 450)
 def test_a_fork_of_an_evicted_agent_comes_from_its_files(
     architecture: str, rig: Callable[..., Any], ids: Any, tmp_path: Path, length: int
 ) -> None:
@@ -155,15 +164,15 @@ def test_a_fork_of_an_evicted_agent_comes_from_its_files(
     assert same(got, live(rig(architecture), "child", text, length))
 
 
-@pytest.mark.parametrize("turns", [(150, 180), (300, 900)])
+@lengths(150, 300)
 def test_rewinding_to_a_saved_turn_goes_on_with_the_same_bits(
-    architecture: str, rig: Callable[..., Any], ids: Any, tmp_path: Path, turns: tuple[int, int]
+    architecture: str, rig: Callable[..., Any], ids: Any, tmp_path: Path, length: int
 ) -> None:
-    early, late = turns
+    early, late = length, 180 if length < 180 else 900
     text = ids(late, 5)
     other = rig(architecture, folder=tmp_path)
-    for length in turns:
-        other.say("a", text[:length])
+    for tokens in (early, late):
+        other.say("a", text[:tokens])
         other.memory.save(other.table("a"))
     other.evict("a")
     again = np.concatenate([text[:early], ids(5, 6)])
@@ -210,7 +219,7 @@ def test_a_live_agent_rewound_behind_its_window_equals_a_cold_run(
     np.testing.assert_allclose(got, expected, atol=2e-2)
 
 
-@pytest.mark.parametrize("length", [300, 450])
+@lengths(300, 450)
 def test_an_exported_agent_goes_on_elsewhere_with_the_same_bits(
     architecture: str, rig: Callable[..., Any], ids: Any, tmp_path: Path, length: int
 ) -> None:
