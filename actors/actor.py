@@ -364,5 +364,7 @@ def turn_random(seed: int, actor_id: str, message_id: str) -> random.Random:
 
 def unknown_type(spec: ActorSpec, tag: str) -> str:
     """The text of an UnknownMessageType error."""
+    if not tag:
+        return f'the message has no "type"; {spec.kind} takes {names(spec.handlers)}'
     shown = tag if re.fullmatch(r"[\w.\-]{1,64}", tag) else repr(tag[:64])
     return f"{spec.kind} takes no message of type {shown}; it takes {names(spec.handlers)}"

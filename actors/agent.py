@@ -228,7 +228,12 @@ class Agent(Actor):
         messages = chat(prompt)
         priority = options.pop("priority", 0)
         stop = options.pop("stop", ())
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise InvalidRequest(f"priority must be a whole number, got {priority!r}", field="priority")
+        try:
+            stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        except TypeError:
+            raise InvalidRequest(f"stop must be a text or several, got {stop!r}", field="stop") from None
         try:
             sampling = SamplingParams(stop=stop, **options)
         except TypeError as exc:

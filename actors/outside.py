@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from offbook.bus.errors import InvalidRequest
+
 from .journal import Journal
 from .message import Request, T, decode, encode, reply_type
 from .once import Once
@@ -17,6 +19,21 @@ from .quiet import Quiet
 if TYPE_CHECKING:
     from offbook.bus.client import Bus
     from offbook.bus.streams import ReplyStream
+
+
+def check_message(message: Any) -> None:
+    """Refuse what has no message type.
+
+    Raises:
+        InvalidRequest: it is neither a message nor a dict with a type.
+    """
+    if isinstance(message, dict) and isinstance(message.get("type"), str) and message["type"]:
+        return
+    if not isinstance(message, msgspec.Struct):
+        raise InvalidRequest(
+            f"{message!r:.100} is not a message: give an object of a class derived from Message, "
+            'or a dict with a "type"'
+        )
 
 
 class Outside:
@@ -46,6 +63,7 @@ class Outside:
         with self.quiet.held():
             act = Once(self.journal, "tell", once)
             if await act.seen() is None:
+                check_message(message)
                 await self.bus.tell(to, message, id=act.id, timeout=timeout)
                 await act.note()
 
@@ -78,6 +96,7 @@ class Outside:
             seen = await act.seen()
             if seen is not None:
                 return int(decode(seen[0] or b"\x00", int))
+            check_message(message)
             seq = await self.bus.publish(topic, message, id=act.id)
             self.expect(topic, seq)
             await act.note(encode(seq))

@@ -31,8 +31,17 @@ def private_folder(path: Path) -> Path:
 
     Raises:
         ProtocolError: it is not a folder, belongs to somebody else, or is a link.
+        InvalidRequest: it cannot be made.
     """
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except FileExistsError:
+        pass  # said below
+    except OSError as exc:
+        raise InvalidRequest(
+            f"the folder {path} cannot be made: {exc.strerror}; "
+            "set OFFBOOK_HOME to a folder that may be written"
+        ) from exc
     check_private(path)
     return path
 

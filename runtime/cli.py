@@ -8,7 +8,9 @@ running team) and ``cli_machine`` (models, this machine, what is on disk). Impor
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import traceback
 
 try:
     import typer
@@ -75,7 +77,18 @@ def run(arguments: list[str]) -> int:
         if _debug:
             raise
         return _said(errors, f"error: {exc}")
+    except Exception as exc:
+        if _debug:
+            raise
+        return _said(errors, f"{type(exc).__name__}: {exc}{_place(exc)}; 'offbook --debug ...' shows more")
     return 0
+
+
+def _place(exc: BaseException) -> str:
+    """Where in the script that runs the error comes from; empty if it is not the script's."""
+    frames = traceback.extract_tb(exc.__traceback__)
+    own = [frame for frame in frames if frame.filename in (sys.argv[0], os.path.abspath(sys.argv[0]))]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
 
 def _said(errors: Console, text: str) -> int:

@@ -73,7 +73,9 @@ def list_models(context: typer.Context) -> None:
 
     table = Table()
     for name in ("model", "what", "licence", "download", "here"):
-        table.add_column(name, justify="right" if name == "download" else "left")
+        table.add_column(
+            name, justify="right" if name == "download" else "left", no_wrap=name == "model", overflow="fold"
+        )
     for name, model in wheel.KNOWN.items():
         reference = f"wheel:{name}"
         table.add_row(

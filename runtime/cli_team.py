@@ -109,18 +109,29 @@ def run(
 
 
 def _has_async_main(file: Path) -> bool:
-    """Whether a file has ``async def main`` that can be called without arguments, and no program part."""
+    """Whether a file has ``async def main`` and leaves calling it to us.
+
+    A file that runs it itself, under ``if __name__ == "__main__"`` or as a statement like
+    ``anyio.run(main)``, is a program.
+    """
     try:
         tree = ast.parse(file.read_bytes(), str(file))
     except SyntaxError as exc:
         raise InvalidRequest(f"{file}, line {exc.lineno}: {exc.msg}") from exc
     program = any(
-        isinstance(node, ast.If)
-        and "__name__" in {n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)}
+        (isinstance(node, ast.If) and "__name__" in _names(node.test))
+        or (
+            "main" in _names(node)
+            and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        )
         for node in tree.body
     )
     found = any(isinstance(node, ast.AsyncFunctionDef) and node.name == "main" for node in tree.body)
     return found and not program
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
 
 
 def ps(runtime: RuntimeName = None, as_json: AsJson = False) -> None:
@@ -196,7 +207,8 @@ def _actor_table(actors: list[ActorInfo], engine: EngineStats | None) -> Table:
         table.add_column(name, justify="left" if left else "right", no_wrap=True, overflow="fold")
     for actor in actors:
         memory = memories.get(actor.id)
-        where = memory.where if memory else "cold" if actor.tokens else ""
+        # Without an engine nobody knows where memory is.
+        where = memory.where if memory else "cold" if actor.tokens and engine else ""
         table.add_row(
             actor.id,
             f"[red]{actor.state}[/]" if actor.error else actor.state,
@@ -233,13 +245,15 @@ async def _ask(name: str, address: str, text: str, type_: str | None, timeout: f
     async with connect(name) as bus:
         body = await _message(bus, name, address, text, type_)
         shown = ""
-        async with bus.stream(address, body, timeout=timeout) as reply:
-            async for piece in reply:
-                if isinstance(piece, str):
-                    shown += piece
-                    typer.echo(piece, nl=False)
-        if shown:
-            typer.echo()
+        try:
+            async with bus.stream(address, body, timeout=timeout) as reply:
+                async for piece in reply:
+                    if isinstance(piece, str):
+                        shown += piece
+                        typer.echo(piece, nl=False)
+        finally:
+            if shown:  # also where the answer breaks off: an error has a line of its own
+                typer.echo()
         if reply.result is not None and reply.result != shown:
             result = reply.result
             typer.echo(result if isinstance(result, str) else json.dumps(result, default=repr))

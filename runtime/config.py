@@ -131,7 +131,21 @@ def check_budget(size: int) -> int:
             else f"a memory budget of {format_bytes(size)} is too small to hold any model "
             f"(at least {format_bytes(MIN_BUDGET_BYTES)})"
         )
+    most = machine_bytes()
+    if most is not None and size > most:
+        raise InvalidConfig(
+            f"a memory budget of {format_bytes(size)} is more than this machine has ({format_bytes(most)}): "
+            "give less, or None for what can be spared"
+        )
     return size
+
+
+def machine_bytes() -> int | None:
+    """The memory of this machine, or None where it cannot be known."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return None
 
 
 def format_bytes(size: int | float) -> str:

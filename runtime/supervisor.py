@@ -223,8 +223,8 @@ class Supervisor:
     def _value(self, memory: KVMemory, key: Key, now: float) -> tuple[bool, bool, float]:
         """What keeping an agent is worth: the least valuable goes first.
 
-        Pinned agents and waiting messages come first; then idle time against the cost of coming back, which is a disk
-        read for saved memory and a prefill for memory that cannot be saved.
+        Pinned agents and waiting messages come first; then idle time against the cost of coming back,
+        which is a disk read for saved memory and a prefill for memory that cannot be saved.
         """
         idle, table = self._idle(key), memory.tables[key]
         tokens = max(1, table.tokens)

@@ -153,6 +153,15 @@ class EngineActor:
 
     # ---- jobs
 
+    def _limit(self) -> int:
+        """Tokens that one agent can have: what the model reads, and what the memory budget holds."""
+        return min(self.context_limit, self.loop.longest)
+
+    def _limit_of(self) -> str:
+        return (
+            "the model's context" if self.context_limit <= self.loop.longest else "the memory budget's room"
+        )
+
     async def _generate(self, request: Generate, delivery: Delivery) -> Generated:
         validate(request.sampling)
         check(request.messages)
@@ -169,7 +178,8 @@ class EngineActor:
             transcript,
             prompt,
             max_tokens=sampling.max_tokens,
-            limit=self.context_limit,
+            limit=self._limit(),
+            of=self._limit_of(),
             persona=persona,
             turn_ends=self.dialogue.eos,
             refuse=request.on_context_full == "refuse",
@@ -201,7 +211,7 @@ class EngineActor:
         """In a worker thread: the prompt's ids, and how much of the transcript is the persona."""
         prompt = self.dialogue.prompt(system, transcript, messages)
         # The persona's length matters only near the context's end; rendering it costs a template.
-        near = len(transcript) and len(transcript) + len(prompt) > self.context_limit // 2
+        near = len(transcript) and len(transcript) + len(prompt) > self._limit() // 2
         return prompt, self.dialogue.persona_length(system, transcript) if near else 0
 
     async def _observe(self, request: Observe, delivery: Delivery) -> Observed:
@@ -217,7 +227,8 @@ class EngineActor:
             transcript,
             ahead,
             max_tokens=1,
-            limit=self.context_limit,
+            limit=self._limit(),
+            of=self._limit_of(),
             persona=0,
             turn_ends=(),
             refuse=True,

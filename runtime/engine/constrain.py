@@ -19,7 +19,8 @@ import numpy as np
 from offbook.bus.errors import InvalidRequest
 
 _LOCK = threading.Lock()
-_TOKENIZERS: dict[int, Any] = {}
+_TOKENIZERS: dict[int, tuple[Any, Any]] = {}
+"""By the model's id: the model, held so that its id is not another's, and llguidance's tokenizer."""
 
 
 def tokenizer_for(loaded: Any) -> Any:
@@ -29,14 +30,15 @@ def tokenizer_for(loaded: Any) -> Any:
         InvalidRequest: the tokenizer is not one llguidance can use.
     """
     with _LOCK:
-        known = _TOKENIZERS.get(id(loaded))
+        held = _TOKENIZERS.get(id(loaded))
+        known = held[1] if held is not None else None
         if known is None:
             inner = getattr(loaded.tokenizer, "_tokenizer", loaded.tokenizer)
             try:
                 known = llguidance.hf.from_tokenizer(inner, eos_token=sorted(loaded.eos_token_ids))
             except ValueError as error:
                 raise InvalidRequest(f"typed replies need a fast tokenizer: {error}") from error
-            _TOKENIZERS[id(loaded)] = known
+            _TOKENIZERS[id(loaded)] = (loaded, known)
         return known
 
 

@@ -36,6 +36,7 @@ def fit(
     persona: int,
     turn_ends: Collection[int],
     refuse: bool,
+    of: str = "the model's context",
 ) -> Fitted:
     """Transcript and prompt within ``limit`` tokens, ``max_tokens`` of answer included.
 
@@ -43,6 +44,7 @@ def fit(
         persona: leading ids of the transcript that render the system prompt.
         turn_ends: ids that end a turn; the cut is moved behind one.
         refuse: raise instead of leaving anything out.
+        of: what has the limit, for the error.
 
     Raises:
         ContextTooLarge: persona, prompt and answer alone do not fit, or ``refuse`` is set.
@@ -54,7 +56,7 @@ def fit(
     if refuse or least > limit:
         raise ContextTooLarge(
             f"{agent}: a history of {len(transcript)} tokens, a prompt of {len(prompt)} and max_tokens="
-            f"{max_tokens} make {total}, more than the model's context of {limit}; "
+            f"{max_tokens} make {total}, more than {of} of {limit}; "
             + ("shorten one of them" if least > limit else "forget, rewind or allow keep_recent"),
             limit=limit,
             needed=total,

@@ -4,10 +4,14 @@ A new message becomes tokens by rendering the chat template over [system, user, 
 sentinel text, new messages] and taking what follows the sentinel, encoded without special tokens. So
 the transcript holds one BOS, generated ids are kept as sampled, and templates that rewrite old turns
 (strip thinking, say) change nothing.
+
+What people write is text: where a message or persona contains the spelling of a control token
+(``<|im_end|>``), it is encoded as those characters, so nobody ends a turn or opens another by writing so.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +23,22 @@ from offbook.bus.errors import InvalidRequest
 from ..kv.table import Ids, common_prefix
 
 SENTINEL = "offbook-sentinel-7f3a"
+
+SHIELD = "offbook-shield-7f3a-{}-end"
+"""Stands in rendered text for the spelling of control token number {} in what people wrote."""
+
+_SHIELDED = re.compile(SHIELD.format(r"(\d+)"))
+
+_CONTROL = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")
+"""What control tokens look like, for tokenizers that do not mark theirs as special."""
+
+
+def control_tokens(tokenizer: Any) -> list[str]:
+    """Spellings that the tokenizer turns into control tokens, the longest first."""
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    texts = {str(t): bool(getattr(t, "special", False)) for t in added.values()}
+    chosen = [text for text, special in texts.items() if text and (special or _CONTROL.fullmatch(text))]
+    return sorted(chosen, key=len, reverse=True)
 
 
 def sentinel_for(*texts: str) -> str:
@@ -54,7 +74,8 @@ class Dialogue:
         self.eos = frozenset(eos)
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
         self.bos: int | None = getattr(tokenizer, "bos_token_id", None)
-        self._system_roles: bool | None = None
+        self.controls = control_tokens(tokenizer)
+        self._written = re.compile("|".join(map(re.escape, self.controls))) if self.controls else None
 
     def prompt(self, system: str | None, transcript: Ids, messages: Sequence[ChatMessage]) -> Ids:
         """The ids to append to ``transcript`` so that the model answers ``messages``.
@@ -63,6 +84,8 @@ class Dialogue:
             InvalidRequest: no message, or nothing but white space in all of them.
         """
         check(messages)
+        system = self._shield(system) if system else None
+        messages = [ChatMessage(m.role, self._shield(m.content)) for m in messages]
         if not self.has_template:
             return self._plain(system, transcript, messages)
         new = merged(messages)
@@ -86,6 +109,7 @@ class Dialogue:
 
     def persona_length(self, system: str | None, transcript: Ids) -> int:
         """How many leading ids of ``transcript`` are the rendered system prompt."""
+        system = self._shield(system) if system else None
         if not self.has_template:
             head = self._first((system + "\n\n") if system else "")
             return common_prefix(head, transcript)
@@ -140,8 +164,26 @@ class Dialogue:
             return self._first("\n\n".join([system, *parts] if system else parts))
         return self._encode("\n\n" + "\n\n".join(parts))
 
+    def _shield(self, text: str) -> str:
+        """Put a mark in place of every control token's spelling."""
+        if self._written is None:
+            return text
+        return self._written.sub(lambda found: SHIELD.format(self.controls.index(found[0])), text)
+
     def _encode(self, text: str) -> Ids:
-        return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.uint32)
+        """The ids of rendered text; marks become the characters they stand for."""
+        ids: list[int] = []
+        for at, part in enumerate(_SHIELDED.split(text)):
+            if at % 2 == 0:
+                ids += self._raw(part)
+            elif int(part) < len(self.controls):
+                # In two pieces it is no control token's spelling any more.
+                spelling = self.controls[int(part)]
+                ids += self._raw(spelling[:1]) + self._raw(spelling[1:])
+        return np.array(ids, np.uint32)
+
+    def _raw(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
 
 
 def check(messages: Sequence[ChatMessage]) -> None:

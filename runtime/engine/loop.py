@@ -191,8 +191,8 @@ class EngineLoop:
         if sizes.pages < self.scheme.pages or min(sizes.group_slots, default=1) < 1:
             least = self.weights_bytes + self.workspace + 2 * self.spec.agent_bytes(1024, self.scheme)
             raise ContextTooLarge(
-                f"a memory budget of {self.budget_bytes / MIB:.0f} MiB leaves {left / MIB:.0f} MiB for KV "
-                f"beside {self.weights_bytes / MIB:.0f} MiB of weights and {self.workspace / MIB:.0f} MiB "
+                f"a memory budget of {self.budget_bytes / MIB:.0f} MiB leaves {max(0, left) / MIB:.0f} MiB for "
+                f"agents' memory beside {self.weights_bytes / MIB:.0f} MiB of weights and {self.workspace / MIB:.0f} MiB "
                 f"of workspace; give at least {least / MIB:.0f} MiB"
             )
         mx.set_cache_limit(self.workspace // 4)
@@ -208,6 +208,7 @@ class EngineLoop:
         self.memory.metrics = self.metrics
         self.memory.saved = self._saved
         self.supervisor = Supervisor(self.spec, self.scheme, self.pool)
+        self.longest = self.supervisor.longest()
         self.scheduler = Scheduler(self.supervisor, self.memory)
         self.steps = Steps(
             self.loaded,

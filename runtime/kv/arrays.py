@@ -59,11 +59,15 @@ class PoolArrays:
         self.blocks: dict[int, LayerArrays] = {}
         self.pages: dict[int, LayerArrays] = {}
         self._views: dict[int, NDArray[Any]] = {}
+        self._of = {
+            layer.index: scheme.of(layer.index, windowed=layer.window is not None)
+            for layer in spec.attention_layers
+        }
         self._group_layouts = [group.tensors(scheme) for group in spec.groups]
         for group, slots in zip(spec.groups, group_slots, strict=True):
-            of = scheme.of(windowed=group.window is not None)
             for layer in group.layers:
-                self.blocks[layer.index] = self._allocate(block_tensors(layer, of), slots)
+                tensors = block_tensors(layer, self._of[layer.index])
+                self.blocks[layer.index] = self._allocate(tensors, slots)
                 self.pages[layer.index] = self._allocate(page_tensors(layer), pages)
 
     def _allocate(self, layouts: Sequence[TensorLayout], slots: int) -> LayerArrays:
@@ -163,4 +167,4 @@ class PoolArrays:
             mx.eval([a for layers in (self.blocks, self.pages) for d in layers.values() for a in d.values()])
 
     def layer_scheme(self, layer: LayerSpec) -> Any:
-        return self.scheme.of(windowed=layer.window is not None)
+        return self._of[layer.index]

@@ -41,15 +41,20 @@ class KVScheme(msgspec.Struct, frozen=True, kw_only=True):
         full: full-attention and latent layers.
         window: sliding-window layers (their size is bounded, so more bits cost little).
         tail: at least this many most recent tokens stay at 16 bits; a positive multiple of 64.
+        sharp: layers, by index and ascending, whose keys have 8 bits where others have 4. What quantising
+            costs comes from few layers (one of SmolLM2's 30 causes two fifths), and calibration finds them.
     """
 
     full: LayerScheme = LayerScheme()
     window: LayerScheme = LayerScheme()
     tail: int = 128
+    sharp: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.tail < GROUP or self.tail % GROUP:
             raise InvalidRequest(f"KV tail of {self.tail} tokens: use a positive multiple of {GROUP}")
+        if list(self.sharp) != sorted(set(self.sharp)) or any(index < 0 for index in self.sharp):
+            raise InvalidRequest(f"sharp layers {self.sharp}: give each once, ascending, from 0")
 
     @classmethod
     def uniform(cls, bits: Bits, *, tail: int = 128) -> KVScheme:
@@ -59,8 +64,12 @@ class KVScheme(msgspec.Struct, frozen=True, kw_only=True):
         layer = LayerScheme(key_bits=bits, value_bits=bits)
         return cls(full=layer, window=layer, tail=tail)
 
-    def of(self, *, windowed: bool) -> LayerScheme:
-        return self.window if windowed else self.full
+    def of(self, index: int, *, windowed: bool) -> LayerScheme:
+        """The scheme of the layer with this index."""
+        scheme = self.window if windowed else self.full
+        if index in self.sharp and scheme.key_bits == 4:
+            return msgspec.structs.replace(scheme, key_bits=8)
+        return scheme
 
     def sealed(self, tokens: int) -> int:
         """How many of ``tokens`` are in sealed groups: a function of the length alone."""

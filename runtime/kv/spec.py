@@ -113,8 +113,12 @@ class LayerGroup:
     layers: tuple[LayerSpec, ...]
 
     def tensors(self, scheme: KVScheme) -> list[TensorLayout]:
-        of = scheme.of(windowed=self.window is not None)
-        return [tensor for layer in self.layers for tensor in block_tensors(layer, of)]
+        windowed = self.window is not None
+        return [
+            tensor
+            for layer in self.layers
+            for tensor in block_tensors(layer, scheme.of(layer.index, windowed=windowed))
+        ]
 
     def block_bytes(self, scheme: KVScheme) -> int:
         return sum(tensor.nbytes for tensor in self.tensors(scheme))

@@ -62,8 +62,8 @@ def disk_errors(what: str) -> Iterator[None]:
     except OSError as exc:
         if exc.errno in (errno.ENOSPC, errno.EDQUOT):
             reason = "the disk is full"
-        elif exc.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            reason = "it may not be written"
+        elif exc.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENOENT):
+            reason = f"it may not be written: {exc.strerror}"
         else:
             raise
         raise ModelError(
