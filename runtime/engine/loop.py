@@ -190,10 +190,13 @@ class EngineLoop:
         sizes = pool_sizes(self.spec, self.scheme, left)
         if sizes.pages < self.scheme.pages or min(sizes.group_slots, default=1) < 1:
             least = self.weights_bytes + self.workspace + 2 * self.spec.agent_bytes(1024, self.scheme)
+            budget, kv, weights, work, enough = (
+                f"{size / MIB:.0f} MiB"
+                for size in (self.budget_bytes, max(0, left), self.weights_bytes, self.workspace, least)
+            )
             raise ContextTooLarge(
-                f"a memory budget of {self.budget_bytes / MIB:.0f} MiB leaves {max(0, left) / MIB:.0f} MiB for "
-                f"agents' memory beside {self.weights_bytes / MIB:.0f} MiB of weights and {self.workspace / MIB:.0f} MiB "
-                f"of workspace; give at least {least / MIB:.0f} MiB"
+                f"a memory budget of {budget} leaves {kv} for agents' memory beside {weights} of weights "
+                f"and {work} of workspace; give at least {enough}"
             )
         mx.set_cache_limit(self.workspace // 4)
         mx.clear_cache()
