@@ -114,13 +114,13 @@ def main() -> None:
     args = common.arguments(__doc__ or "")
     if not native.available():
         sys.exit(native.unavailable_reason())
-    rows, by_layer = layers(5 if args.quick else 40, (1, 8, 16) if args.quick else ROWS)
+    rows, by_layer = layers(15 if args.quick else 40, (1, 8, 16) if args.quick else ROWS)
     columns = ["ours, min", "median", "MLX, min", "median", "x, minima", "x, medians"]
     common.table("One layer, microseconds", ["layer", "rows", *columns], rows)
     if not args.quick:
         rows, _ = layers(20, MORE_ROWS)
         common.table("More rows, microseconds", ["layer", "rows", *columns], rows)
-    rows, by_step = steps(5 if args.quick else 20)
+    rows, by_step = steps(8 if args.quick else 25)
     common.table("One step of the model, milliseconds", ["step", *columns], rows)
     common.report(args, {**by_layer, **by_step})
 
