@@ -29,7 +29,8 @@ import mlx.core as mx  # noqa: F401  isort: skip  (common has loaded the BLAS)
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from offbook.runtime.kv import profile
-from offbook.runtime.kv.calibrate import TYPICAL, Loss, Runner, bytes_per_token, compare, contexts
+from offbook.runtime.kv.calibrate import Loss, Runner, compare, contexts
+from offbook.runtime.kv.candidates import TYPICAL, bytes_per_token
 from offbook.runtime.kv.probe import derive
 from offbook.runtime.models.load import load
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -138,6 +139,7 @@ def _show(reference: str, found: Calibration) -> None:
     windowed = any(one.scheme.window != one.scheme.full for one in found.measured)
     for column in ("tail", "full layers", "window layers") if windowed else ("tail", "layers"):
         table.add_column(column)
+    table.add_column("K8 in layers")
     for column in ("ppl %", "mnat", "bytes/token", "of 16-bit"):
         table.add_column(column, justify="right")
     for one in sorted(found.measured, key=lambda one: one.divergence):
@@ -146,6 +148,7 @@ def _show(reference: str, found: Calibration) -> None:
             str(one.scheme.tail),
             _layer(one.scheme.full),
             *([_layer(one.scheme.window)] if windowed else []),
+            _list(one.scheme.sharp),
             f"{one.perplexity_pct:+.2f}",
             f"{one.divergence * 1e3:.2f}",
             f"{one.bytes_per_token:.0f}",
@@ -186,4 +189,10 @@ def _layer(layer: LayerScheme) -> str:
 
 def _words(scheme: KVScheme) -> str:
     text = f"tail {scheme.tail}, {_layer(scheme.full)}"
-    return text if scheme.window == scheme.full else f"{text}; windows {_layer(scheme.window)}"
+    if scheme.window != scheme.full:
+        text += f"; windows {_layer(scheme.window)}"
+    return text + (f"; K8 in layers {_list(scheme.sharp)}" if scheme.sharp else "")
+
+
+def _list(indices: Sequence[int]) -> str:
+    return ", ".join(map(str, indices))

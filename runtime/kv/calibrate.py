@@ -13,14 +13,14 @@ changes a prediction for the better by chance is not rewarded for it.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import mlx.core as mx
 import mlx.nn as nn
+import msgspec
 import numpy as np
 
 from offbook.bus.errors import InvalidRequest
@@ -28,20 +28,18 @@ from offbook.bus.errors import InvalidRequest
 from ..engine.batch import split_head
 from .arrays import PoolArrays
 from .cache import BatchQuantizedKVCache, Step
+from .candidates import TYPICAL, bytes_per_token, candidates, sharpened, target_bytes
 from .kernel import NativeAttention, supported
 from .pool import BlockPool
 from .probe import derive, make_caches
-from .profile import check_target, default_scheme
-from .scheme import BLOCK, GROUP, KVScheme, LayerScheme
-from .spec import ModelCacheSpec, value_group
+from .scheme import BLOCK, GROUP, KVScheme
+from .spec import ModelCacheSpec
 from .table import AgentTable, Ids
 
 CONTEXT: Final = 2048
 CHUNK: Final = 512
 FEED: Final = 16
-
-TYPICAL: Final = 4096
-"""Tokens of the agent whose bytes are compared."""
+TOGETHER: Final = 12
 
 Feed = Callable[[Ids, bool], "mx.array | None"]
 """Run some tokens; with True, give their logits [tokens, vocabulary]."""
@@ -200,7 +198,7 @@ def contexts(
     return windows
 
 
-# ---- schemes
+# ---- measuring
 
 
 @dataclass(frozen=True)
@@ -224,89 +222,6 @@ class Measured:
     @property
     def divergence(self) -> float:
         return self.loss.divergence / max(1, self.loss.tokens)
-
-
-def bytes_per_token(spec: ModelCacheSpec, scheme: KVScheme) -> float:
-    """Bytes a token of a 4,096-token agent takes, blocks and hot tail."""
-    return spec.agent_bytes(TYPICAL, scheme) / TYPICAL
-
-
-def target_bytes(
-    spec: ModelCacheSpec, *, per_token: float | None = None, ratio: float | None = None
-) -> float:
-    """The bytes a token may take: as given, as a share of 16-bit KV, or what the default scheme takes.
-
-    Raises:
-        InvalidRequest: both are given, one is not a positive number, or nothing is that small.
-    """
-    check_target(per_token, ratio)
-    full = spec.fp16_bytes(TYPICAL) / TYPICAL
-    least = min(bytes_per_token(spec, scheme) for scheme in every_scheme(spec))
-    if per_token is None:
-        if ratio is None:
-            return bytes_per_token(spec, default_scheme(spec))
-        per_token = ratio * full
-    if per_token < least:
-        raise InvalidRequest(
-            f"no scheme takes {per_token:.0f} bytes a token ({per_token / full:.3f} of 16-bit KV) with this "
-            f"model: the smallest takes {least:.0f} ({least / full:.3f})"
-        )
-    return per_token
-
-
-_PAIRS: Final[tuple[tuple[Literal[4, 8], Literal[4, 8]], ...]] = ((4, 4), (4, 8), (8, 4), (8, 8))
-_GROUPS: Final[tuple[Literal[32, 64, 128], ...]] = (64, 32, 128)
-_TAILS: Final = (64, 128)
-
-
-def every_scheme(spec: ModelCacheSpec) -> list[KVScheme]:
-    """All combinations of tail, bits and value groups that differ for this model."""
-    layers = [
-        LayerScheme(key_bits=key, value_bits=value, value_group=group)
-        for (key, value), group in itertools.product(_PAIRS, _GROUPS)
-    ]
-    windowed = any(group.window is not None for group in spec.groups)
-    unbounded = any(group.window is None for group in spec.groups)
-    found: dict[str, KVScheme] = {}
-    for tail, full, window in itertools.product(_TAILS, layers, layers):
-        if (windowed and unbounded) or full == window:
-            scheme = KVScheme(full=full, window=window, tail=tail)
-        else:
-            continue
-        layout = [group.tensors(scheme) for group in spec.groups]
-        found.setdefault(f"{tail}:{layout}", scheme)
-    return list(found.values())
-
-
-def candidates(spec: ModelCacheSpec, target: float) -> list[KVScheme]:
-    """The schemes worth measuring: those within ``target`` bytes a token that no other such scheme beats
-    in everything (bits, groups and tail), and the default for comparison."""
-    fitting = [
-        (scheme, _precision(spec, scheme))
-        for scheme in every_scheme(spec)
-        if bytes_per_token(spec, scheme) <= target
-    ]
-    best = [
-        scheme
-        for scheme, exact in fitting
-        if not any(
-            exact != other and all(a <= b for a, b in zip(exact, other, strict=True)) for _, other in fitting
-        )
-    ]
-    default = default_scheme(spec)
-    return best if default in best else [default, *best]
-
-
-def _precision(spec: ModelCacheSpec, scheme: KVScheme) -> tuple[int, ...]:
-    """What ``candidates`` compares: more is more exact, in every place."""
-    figures = [scheme.tail]
-    for group in spec.groups:
-        of = scheme.of(windowed=group.window is not None)
-        figures.append(of.key_bits or 16)
-        for layer in group.layers:
-            if layer.kind != "latent":
-                figures += [of.value_bits or 16, -(value_group(layer.value_width, of.value_group) or 0)]
-    return tuple(figures)
 
 
 Progress = Callable[[int, int], None]
@@ -336,6 +251,35 @@ def measure(
         Measured(scheme, bytes_per_token(spec, scheme), loss, reference)
         for scheme, loss in zip(schemes, totals[1:], strict=True)
     ]
+
+
+def sensitivities(
+    model: nn.Module,
+    spec: ModelCacheSpec,
+    windows: Sequence[Ids],
+    *,
+    progress: Progress | None = None,
+) -> dict[int, float]:
+    """By how much 8-bit keys in one layer alone lower the divergence of a 4-bit scheme, by layer index."""
+    base = KVScheme(tail=GROUP)
+    gains: dict[int, float] = {}
+    batches = _batches(spec)
+    for done, layers in enumerate(batches):
+        schemes = [base, *(msgspec.structs.replace(base, sharp=(index,)) for index in layers)]
+
+        def tell(at: int, _: int, before: int = done * len(windows)) -> None:
+            if progress is not None:
+                progress(before + at, len(batches) * len(windows))
+
+        plain, *sharp = measure(model, spec, schemes, windows, progress=tell)
+        gains |= {index: plain.divergence - one.divergence for index, one in zip(layers, sharp, strict=True)}
+    return gains
+
+
+def _batches(spec: ModelCacheSpec) -> list[list[int]]:
+    """Layers whose sensitivity is measured at once: each has a pool of its own meanwhile."""
+    indices = [layer.index for layer in spec.attention_layers]
+    return [indices[at : at + TOGETHER] for at in range(0, len(indices), TOGETHER)]
 
 
 def choose(measured: Sequence[Measured], target: float) -> Measured:
@@ -383,5 +327,15 @@ def calibrate(
     target = target_bytes(spec, per_token=per_token, ratio=ratio)
     # Other contexts than the perplexity benchmark reads: a choice should not be judged by what made it.
     read = contexts(loaded.tokenizer, text or prose(), windows, length=context, shift=0.5)
-    measured = measure(loaded.model, spec, candidates(spec, target), read, progress=progress)
+    short = [window[: context // 2] for window in read[: max(1, windows // 3)]]
+    first = len(_batches(spec)) * len(short)
+
+    def tell(done: int) -> None:
+        if progress is not None:
+            progress(done, first + len(read))
+
+    gains = sensitivities(loaded.model, spec, short, progress=lambda done, _: tell(done))
+    schemes = candidates(spec, target)
+    schemes += [one for one in sharpened(spec, target, gains) if one not in schemes]
+    measured = measure(loaded.model, spec, schemes, read, progress=lambda done, _: tell(first + done))
     return Calibration(tuple(measured), target, choose(measured, target), spec.fp16_bytes(TYPICAL) / TYPICAL)

@@ -8,21 +8,18 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import msgspec
 import numpy as np
 import pytest
 
 from offbook.bus.errors import InvalidRequest
 from offbook.runtime.kv import calibrate
-from offbook.runtime.kv.calibrate import (
-    Loss,
-    Measured,
+from offbook.runtime.kv.calibrate import Loss, Measured, choose, compare, contexts, measure, sensitivities
+from offbook.runtime.kv.candidates import (
     bytes_per_token,
     candidates,
-    choose,
-    compare,
-    contexts,
     every_scheme,
-    measure,
+    sharpened,
     target_bytes,
 )
 from offbook.runtime.kv.probe import derive
@@ -38,6 +35,7 @@ WINDOWED = ModelCacheSpec(
     tuple(LayerSpec(i, "window" if i % 3 else "full", 1, 256, 256, 512 if i % 3 else None) for i in range(6))
 )
 LATENT = ModelCacheSpec(tuple(LayerSpec(index, "latent", 1, 192, 128) for index in range(4)))
+SHARP = LayerScheme(key_bits=8)
 SPECS = {"dense": DENSE, "windowed": WINDOWED, "latent": LATENT}
 
 
@@ -181,12 +179,39 @@ def test_the_least_divergence_that_fits_is_chosen() -> None:
     assert choose([small, fits, large], 7) is small
 
 
+def test_what_is_left_of_a_target_goes_to_the_layers_that_gain_most() -> None:
+    base = KVScheme(tail=64)
+    one = bytes_per_token(DENSE, msgspec.structs.replace(base, sharp=(0,))) - bytes_per_token(DENSE, base)
+    target = bytes_per_token(DENSE, base) + 2.5 * one
+    found = sharpened(DENSE, target, {0: 0.1, 1: 0.9, 2: -0.1, 3: 0.5})
+    assert msgspec.structs.replace(base, sharp=(1, 3)) in found
+    assert all(bytes_per_token(DENSE, scheme) <= target for scheme in found)
+    assert sharpened(DENSE, target, dict.fromkeys(range(4), -0.1)) == []
+    assert sharpened(DENSE, bytes_per_token(DENSE, base), {0: 1.0}) == []
+
+
+def test_the_gain_of_a_layer_is_what_its_8_bit_keys_save(
+    tiny: Callable[..., nn.Module], ids: Callable[..., Any]
+) -> None:
+    model, windows = tiny("llama"), [ids(512)]
+    spec = derive(model)
+    gains = sensitivities(model, spec, windows)
+    schemes = [KVScheme(tail=64), KVScheme(tail=64, sharp=(0, 1)), KVScheme(full=SHARP, tail=64)]
+    plain, both, alike = measure(model, spec, schemes, windows)
+    assert both.loss == alike.loss
+    assert sorted(gains) == [0, 1]
+    assert sum(gains.values()) == pytest.approx(plain.divergence - both.divergence, rel=0.5)
+
+
 def test_calibration_finds_the_better_scheme_of_a_trained_model(loaded: LoadedModel) -> None:
-    """With room for 8-bit latents and 4-bit ones measured beside them."""
+    """With room for 8-bit latents, 4-bit ones and mixtures are measured beside them."""
     text = (TINY / "heldout.txt").read_text(encoding="utf-8")
-    found = calibrate.calibrate(loaded, ratio=0.7, windows=1, context=768, text=text)
-    assert len(found.measured) == 2
-    assert found.chosen.scheme.full.key_bits == 8
+    told: list[tuple[int, int]] = []
+    found = calibrate.calibrate(
+        loaded, ratio=0.7, windows=1, context=768, text=text, progress=lambda *at: told.append(at)
+    )
+    assert found.chosen.scheme.full.key_bits == 8 or found.chosen.scheme.sharp == (0, 1, 2, 3)
     assert found.chosen.bytes_per_token <= found.target == 0.7 * found.fp16_bytes_per_token
-    eight, four = sorted(found.measured, key=lambda one: one.divergence)
-    assert eight.divergence < four.divergence / 2
+    default = next(one for one in found.measured if one.scheme == KVScheme())
+    assert found.chosen.divergence < default.divergence / 2
+    assert told == [(1, 2), (2, 2)]
