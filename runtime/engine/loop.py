@@ -50,6 +50,8 @@ SAVE_AFTER_SECONDS = 3.0
 
 IDLE_WAIT_SECONDS = 0.5
 
+LOAD_POLL_SECONDS = 0.002
+
 TEAM_AGENTS, TEAM_CONTEXT = 32, 8192
 """A default budget is cut to what this many agents with contexts of this many tokens need."""
 
@@ -272,15 +274,25 @@ class EngineLoop:
             self._resize_now()
         for job, plan in self.scheduler.admit() if not self._resizes else ():
             self.steps.guard([job], partial(self.steps.begin, job, plan))
-        rows = self.scheduler.decoding()
-        if rows:
-            self.steps.guard(rows, lambda: self.steps.decode(rows))
+        self._await_loads()
+        # Prefill first: a turn whose memory is there speaks before the rows' next step, and joins it.
         chunk = self.scheduler.prefill(workspace=self.workspace // 2, score_bytes=self._score_bytes)
         if chunk:
             self.steps.guard([job for job, _ in chunk], lambda: self.steps.prefill(chunk))
+        rows = self.scheduler.decoding()
+        if rows:
+            self.steps.guard(rows, lambda: self.steps.decode(rows))
         self.peak_bytes = max(self.peak_bytes, mx.get_active_memory() + mx.get_cache_memory())
         self.step_started = 0.0
         self._save_some()
+
+    def _await_loads(self) -> None:
+        """Before a decode step, wait a moment for a load that is about to end."""
+        while self.scheduler.decoding() and self.scheduler.expecting():
+            try:
+                self._perform(self._inbox.get(timeout=LOAD_POLL_SECONDS))
+            except queue.Empty:
+                continue
 
     @property
     def _score_bytes(self) -> int:

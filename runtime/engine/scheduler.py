@@ -6,6 +6,7 @@ chunk. This file decides who is admitted, who is prefilled and how much; the loo
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -31,6 +32,13 @@ GAP_SECONDS = 0.25
 
 MIN_CHUNK = 32
 
+DECODE_SHARE = 1.35
+"""Seconds that rows decode for each second of a long prompt's chunk: they keep over half their rate."""
+
+LOAD_WAIT_SECONDS = 0.012
+"""A load takes some milliseconds and a decode step tens: so long the step waits for a load that is about to
+end, so that a short turn does not wait for the step instead."""
+
 
 class Scheduler:
     """Queues and phases of all jobs."""
@@ -41,6 +49,8 @@ class Scheduler:
         self.running: list[Job] = []
         self.prefill_rate = 200.0
         """Tokens a second of recent chunks; a cautious start, corrected by every chunk."""
+        self._debt = 0.0
+        self._short_last = False
 
     # ---- coming in and going out
 
@@ -177,39 +187,67 @@ class Scheduler:
         return [job for job in self.running if job.phase is Phase.DECODE]
 
     def prefill(self, *, workspace: int, score_bytes: int) -> list[tuple[Job, int]]:
-        """The jobs of the next chunk and how many tokens of each.
+        """The jobs of the next chunk and how many tokens of each; empty if the decoding rows have the turn.
+
+        Short prompts go first, several at a time, since they cost rows little and are soon answered; but
+        never twice in a row past a long one. A long one's chunks are paced: rows decode for longer than a
+        chunk took before the next one, so that they keep at least half their rate.
 
         Args:
             workspace: bytes a step may use for temporaries.
             score_bytes: bytes of attention temporaries per (new token, context token) pair.
         """
         waiting = sorted((j for j in self.running if j.phase is Phase.PREFILL), key=lambda job: job.order)
-        if not waiting:
-            return []
-        limit = self._chunk_limit()
+        rows_decode = any(job.phase is Phase.DECODE for job in self.running)
+        limit = self._chunk_limit(rows_decode)
         short = [job for job in waiting if len(job.remaining) <= min(SHORT_PREFILL, limit)]
-        if short and short[0] is waiting[0]:
-            batch: list[tuple[Job, int]] = []
-            for job in short[:MAX_PREFILL_ROWS]:
-                longest = max([len(job.remaining), *(count for _, count in batch)])
-                context = max([len(job.ids), *(len(other.ids) for other, _ in batch)])
-                rows = len(batch) + 1
-                if batch and (rows * longest > limit or rows * longest * context * score_bytes > workspace):
-                    break
-                batch.append((job, len(job.remaining)))
-            return batch
-        job = waiting[0]
-        assert job.table is not None
-        fits = max(MIN_CHUNK, int(workspace / max(1, score_bytes * len(job.ids))))
-        return [(job, min(len(job.remaining), limit, fits))]
+        long = next((job for job in waiting if job not in short), None)
+        may_be_long = long is not None and (not rows_decode or self._debt <= 0)
+        if short and not (may_be_long and self._short_last):
+            self._short_last = True
+            return self._together(short, limit, workspace, score_bytes)
+        self._short_last = False
+        if long is None or not may_be_long:
+            return []
+        fits = max(MIN_CHUNK, int(workspace / max(1, score_bytes * len(long.ids))))
+        return [(long, min(len(long.remaining), limit, fits))]
 
-    def _chunk_limit(self) -> int:
-        if not self.decoding():
+    def _together(
+        self, short: list[Job], limit: int, workspace: int, score_bytes: int
+    ) -> list[tuple[Job, int]]:
+        """As many short prompts as one forward may have (rows are padded to the longest)."""
+        batch: list[tuple[Job, int]] = []
+        for job in short[:MAX_PREFILL_ROWS]:
+            longest = max([len(job.remaining), *(count for _, count in batch)])
+            context = max([len(job.ids), *(len(other.ids) for other, _ in batch)])
+            rows = len(batch) + 1
+            if batch and (rows * longest > limit or rows * longest * context * score_bytes > workspace):
+                break
+            batch.append((job, len(job.remaining)))
+        return batch
+
+    def _chunk_limit(self, rows_decode: bool) -> int:
+        if not rows_decode:
             return MAX_CHUNK
         wanted = int(self.prefill_rate * GAP_SECONDS)
         return max(MIN_CHUNK, min(MAX_CHUNK, wanted // MIN_CHUNK * MIN_CHUNK))
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Learn how fast chunks are, so that the next one fits the gap."""
+        """Learn how fast chunks are, so that the next one fits the gap; rows are owed their time."""
         if tokens >= MIN_CHUNK // 2 and seconds > 0:
             self.prefill_rate += 0.3 * (tokens / seconds - self.prefill_rate)
+        if self.decoding():
+            self._debt += DECODE_SHARE * seconds
+
+    def observe_decode(self, seconds: float) -> None:
+        """Rows had this much time."""
+        self._debt = max(0.0, self._debt - seconds)
+
+    def expecting(self) -> bool:
+        """Whether a load is under way whose turn could begin at once: worth a moment's wait."""
+        return any(
+            job.phase is Phase.LOADING
+            and len(job.ids) - job.reused <= SHORT_PREFILL
+            and time.monotonic() - job.admitted < LOAD_WAIT_SECONDS
+            for job in self.running
+        )

@@ -179,6 +179,7 @@ class Steps:
         started = time.monotonic()
         logits = self.batch.decode(tables, tokens)
         ended = time.monotonic()
+        self.scheduler.observe_decode(ended - started)
         self.metrics.observe("decode_step_ms", (ended - started) * 1e3)
         self.metrics.count("decode_steps")
         self.metrics.count("decode_rows", len(rows))
