@@ -29,6 +29,7 @@ from offbook.runtime.engine.loop import EngineLoop
 from offbook.runtime.engine.sampling import Sampler
 from offbook.runtime.engine.text import TextStream
 from offbook.runtime.kv.kernel import NativeAttention, supported
+from offbook.runtime.kv.profile import scheme_for
 from offbook.runtime.kv.scheme import KVScheme
 from offbook.runtime.kv.spec import ModelCacheSpec
 from offbook.runtime.models.load import LoadedModel, load
@@ -80,7 +81,7 @@ class Team:
         self.loop = EngineLoop(
             lambda: loaded,
             self._open_store,
-            scheme=scheme or KVScheme(),
+            scheme=scheme or scheme_for,
             budget_bytes=budget_bytes,
             host=mx.default_device() == mx.Device(mx.cpu),
             native=lambda arrays: NativeAttention(arrays) if native and supported(arrays) else None,
@@ -212,7 +213,8 @@ def budget_for(loaded: LoadedModel, *, agents: int, tokens: int) -> int:
     from offbook.runtime.kv.scheme import BLOCK
     from offbook.runtime.supervisor import TYPICAL_CONTEXT, workspace_bytes
 
-    spec, scheme = derive(loaded.model), KVScheme()
+    spec = derive(loaded.model)
+    scheme = scheme_for(loaded, spec)
     # Blocks and pages are divided for agents of typical length; count the scarcer of the two.
     pages = scheme.pages * spec.page_bytes
     block = spec.block_bytes(scheme)
