@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import queue
 import threading
@@ -325,7 +326,9 @@ def engine(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Iterato
                 return PoolSizes((slots,) * len(spec.groups), pages, nbytes)
 
             monkeypatch.setattr("offbook.runtime.engine.loop.pool_sizes", sizes)
-        harness = Harness(tiny(model) if isinstance(model, str) else model, folder, **options)
+        # A copy: an engine on the CPU changes the layers of its model, and the tiny ones are shared.
+        own = copy.deepcopy(tiny(model) if isinstance(model, str) else model)
+        harness = Harness(own, folder, **options)
         made.append(harness)
         return harness
 
