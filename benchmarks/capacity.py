@@ -225,7 +225,7 @@ def plain_bytes(model: Model) -> int:
 def smollm2_ratio() -> float:
     """What a SmolLM2 agent of 4,096 tokens, really written, holds, over its 16-bit KV."""
     spec, tokens = smollm2(), 4096
-    scheme = default_scheme(spec)
+    scheme = default_scheme(spec, common.EMBEDDED)
     filled = Filled(spec, scheme, pool_sizes(spec, scheme, 2 * spec.agent_bytes(tokens, scheme)))
     table = filled.prefill("one", tokens)
     assert table.tokens == tokens

@@ -109,7 +109,7 @@ def show_profile(
     if as_json:
         typer.echo(msgspec.json.encode(found).decode())
     elif found is None:
-        scheme = profile.default_scheme(derive(loaded.model))
+        scheme = profile.default_scheme(derive(loaded.model), loaded.ref)
         console.print(f"{reference} has no profile: {_words(scheme)}", highlight=False)
     else:
         console.print(

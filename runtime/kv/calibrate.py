@@ -32,6 +32,7 @@ from .candidates import TYPICAL, bytes_per_token, candidates, sharpened, target_
 from .kernel import NativeAttention, supported
 from .pool import BlockPool
 from .probe import derive, make_caches
+from .profile import default_scheme
 from .scheme import BLOCK, GROUP, KVScheme
 from .spec import ModelCacheSpec
 from .table import AgentTable, Ids
@@ -324,7 +325,8 @@ def calibrate(
     if context < 2 * BLOCK:
         raise InvalidRequest(f"contexts of {context} tokens: at least {2 * BLOCK} are needed")
     spec = derive(loaded.model)
-    target = target_bytes(spec, per_token=per_token, ratio=ratio)
+    default = default_scheme(spec, loaded.ref)
+    target = target_bytes(spec, per_token=per_token, ratio=ratio, default=default)
     # Other contexts than the perplexity benchmark reads: a choice should not be judged by what made it.
     read = contexts(loaded.tokenizer, text or prose(), windows, length=context, shift=0.5)
     short = [window[: context // 2] for window in read[: max(1, windows // 3)]]
@@ -335,7 +337,7 @@ def calibrate(
             progress(done, first + len(read))
 
     gains = sensitivities(loaded.model, spec, short, progress=lambda done, _: tell(done))
-    schemes = candidates(spec, target)
+    schemes = candidates(spec, target, default)
     schemes += [one for one in sharpened(spec, target, gains) if one not in schemes]
     measured = measure(loaded.model, spec, schemes, read, progress=lambda done, _: tell(first + done))
     return Calibration(tuple(measured), target, choose(measured, target), spec.fp16_bytes(TYPICAL) / TYPICAL)

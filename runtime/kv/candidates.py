@@ -29,7 +29,11 @@ def bytes_per_token(spec: ModelCacheSpec, scheme: KVScheme) -> float:
 
 
 def target_bytes(
-    spec: ModelCacheSpec, *, per_token: float | None = None, ratio: float | None = None
+    spec: ModelCacheSpec,
+    *,
+    per_token: float | None = None,
+    ratio: float | None = None,
+    default: KVScheme | None = None,
 ) -> float:
     """The bytes a token may take: as given, as a share of 16-bit KV, or what the default scheme takes.
 
@@ -41,7 +45,7 @@ def target_bytes(
     least = min(bytes_per_token(spec, scheme) for scheme in every_scheme(spec))
     if per_token is None:
         if ratio is None:
-            return bytes_per_token(spec, default_scheme(spec))
+            return bytes_per_token(spec, default or default_scheme(spec))
         per_token = ratio * full
     if per_token < least:
         raise InvalidRequest(
@@ -75,7 +79,7 @@ def every_scheme(spec: ModelCacheSpec) -> list[KVScheme]:
     return list(found.values())
 
 
-def candidates(spec: ModelCacheSpec, target: float) -> list[KVScheme]:
+def candidates(spec: ModelCacheSpec, target: float, default: KVScheme | None = None) -> list[KVScheme]:
     """The schemes worth measuring: those within ``target`` bytes a token that no other such scheme beats
     in everything (bits, groups and tail), and the default for comparison."""
     fitting = [
@@ -90,7 +94,7 @@ def candidates(spec: ModelCacheSpec, target: float) -> list[KVScheme]:
             exact != other and all(a <= b for a, b in zip(exact, other, strict=True)) for _, other in fitting
         )
     ]
-    default = default_scheme(spec)
+    default = default or default_scheme(spec)
     return best if default in best else [default, *best]
 
 

@@ -69,7 +69,7 @@ def test_a_newer_profile_takes_the_place_of_the_older() -> None:
 
 def test_a_model_without_a_profile_has_the_default(caplog: pytest.LogCaptureFixture) -> None:
     assert find("abc") is None
-    assert scheme_for(SimpleNamespace(fingerprint="abc"), SMALL) == KVScheme()
+    assert scheme_for(SimpleNamespace(fingerprint="abc", ref="some/model"), SMALL) == KVScheme()
     assert not caplog.records
 
 
@@ -95,6 +95,13 @@ BY_SHAPE = {
 @pytest.mark.parametrize(("layers", "expected"), BY_SHAPE.values(), ids=BY_SHAPE)
 def test_the_default_scheme_suits_the_shapes(layers: list[LayerSpec], expected: KVScheme) -> None:
     assert default_scheme(ModelCacheSpec(tuple(layers))) == expected
+
+
+def test_known_models_have_what_was_measured_for_them() -> None:
+    spec = ModelCacheSpec(tuple(LayerSpec(index, "full", 3, 64, 64) for index in range(30)))
+    known = default_scheme(spec, "wheel:smollm2-135m-instruct")
+    assert known.sharp
+    assert spec.agent_bytes(4096, known) <= 0.32 * spec.fp16_bytes(4096)
 
 
 def test_a_forgotten_profile_is_gone() -> None:
@@ -123,7 +130,7 @@ def test_a_profile_that_cannot_be_used_counts_as_none_and_is_said(
     path = save(made("abc"))
     path.write_text(damage(path.read_text()))
     with caplog.at_level(logging.WARNING):
-        assert scheme_for(SimpleNamespace(fingerprint="abc"), SMALL) == KVScheme()
+        assert scheme_for(SimpleNamespace(fingerprint="abc", ref="some/model"), SMALL) == KVScheme()
     assert str(path) in caplog.text
 
 
@@ -147,6 +154,7 @@ def run_loop(model: nn.Module, scheme: Any) -> EngineLoop:
     loaded = SimpleNamespace(
         model=model,
         fingerprint="abc",
+        ref="some/model",
         weights_bytes=0,
         fingerprint_for=lambda text: combine("abc", text),
     )
