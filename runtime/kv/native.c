@@ -1,9 +1,10 @@
-/* offbook's CPU attention kernel: reads the block pool in place, packed as it is.
+/* offbook's CPU kernels: attention that reads the block pool in place, packed as it is, and linear layers of
+ * few rows.
  *
  * One library of several parts: native_layout.h (the pool as chunks), native_decode.h and native_prefill.h
  * (how a call is cut into tasks), native_attend.h on native_simd.h (what a task computes, compiled once per
- * instruction set), native_quant.h (sealing, dequantising), native_threads.h. This file owns the choice of
- * the instruction set, the working memory, and the calls that are not attention.
+ * instruction set), native_quant.h (sealing, dequantising), native_linear.h on native_dot.h (linear layers),
+ * native_threads.h. This file owns the choice of the instruction set, the working memory, and sealing.
  *
  * Determinism: the cut of a row depends on its own length and window alone, every sum has a fixed order, and
  * parts are joined in order. So a row's result has the same bits alone or in a batch, on any number of
