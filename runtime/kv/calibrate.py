@@ -329,7 +329,8 @@ def calibrate(
     target = target_bytes(spec, per_token=per_token, ratio=ratio, default=default)
     # Other contexts than the perplexity benchmark reads: a choice should not be judged by what made it.
     read = contexts(loaded.tokenizer, text or prose(), windows, length=context, shift=0.5)
-    short = [window[: context // 2] for window in read[: max(1, windows // 3)]]
+    # Which layers matter differs between texts, so several short ones say more than a long one.
+    short = [window[: max(2 * BLOCK, context // 3)] for window in read[: max(2, windows // 2)]]
     first = len(_batches(spec)) * len(short)
 
     def tell(done: int) -> None:

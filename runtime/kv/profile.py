@@ -129,9 +129,14 @@ FINE: Final = LayerScheme(key_bits=8, value_group=32)
 
 
 KNOWN: Final[dict[str, KVScheme]] = {
-    "wheel:smollm2-135m-instruct": KVScheme(tail=GROUP, sharp=(15, 17, 18, 20, 24)),
+    "wheel:smollm2-135m-instruct": KVScheme(tail=GROUP, sharp=(15, 17, 18, 20, 23)),
 }
-"""What calibration found for models that many start with (``--target 0.32``), by reference."""
+"""Schemes of models that many start with, by reference.
+
+SmolLM2: which layers matter differs between texts; these gain most over three contexts together. Predictions
+then move by 5.6 instead of 13.3 thousandths of a nat a token (three contexts, one of them not used for the
+choice: 6.4 for 14.9), at 0.318 of 16-bit KV.
+"""
 
 
 def default_scheme(spec: ModelCacheSpec, ref: str = "") -> KVScheme:
