@@ -36,14 +36,27 @@ def greedy(count: int) -> SamplingParams:
     return SamplingParams(max_tokens=count, logprobs=TOPS)
 
 
+CLOSE = 0.05
+"""Log-probabilities that differ by less are the same: chunks end elsewhere when others run, so sums differ
+in their last bits, and one that crosses a step of the 4-bit codes moves a prediction by some hundredths."""
+
+
 def assert_same(reply: Any, expected: Any) -> None:
-    """Both replies to one prompt have the same ids, drawn from the same distributions."""
-    assert np.array_equal(*(np.frombuffer(r.appended, "<u4")[r.kept :] for r in (reply, expected)))
-    assert len(reply.logprobs) == len(expected.logprobs) > 0
-    for got, wanted in zip(reply.logprobs, expected.logprobs, strict=True):
+    """Both replies to one prompt have the same ids, drawn from the same distributions.
+
+    Where the two likeliest ids are a near-tie either may be drawn, and what follows is another text.
+    """
+    assert len(reply.logprobs) > 0
+    mine, theirs = (np.frombuffer(r.appended, "<u4")[-len(r.logprobs) :] for r in (reply, expected))
+    for step, (got, wanted) in enumerate(zip(reply.logprobs, expected.logprobs, strict=False)):
         near = [abs(value - wanted[name]) for name, value in got.items() if name in wanted]
-        assert len(near) >= TOPS - 2  # two at the end may change places
-        assert max(near) < 1e-3
+        assert len(near) >= TOPS - 3  # some at the end may change places
+        assert max(near) < CLOSE
+        if mine[step] != theirs[step]:
+            first, second = sorted(wanted.values())[-1:-3:-1]
+            assert first - second < CLOSE
+            return
+    assert len(reply.logprobs) == len(expected.logprobs)
 
 
 # ---- a turn
