@@ -12,14 +12,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from offbook.runtime.cli_machine import model_progress
+from offbook.runtime.cli_output import console
 from offbook.runtime.cli_team import AsJson
 
 if TYPE_CHECKING:
     from offbook.runtime.kv.calibrate import Calibration
     from offbook.runtime.kv.profile import Profile
     from offbook.runtime.kv.scheme import KVScheme, LayerScheme
-
-console = Console()
 
 Reference = Annotated[str, typer.Argument(help="Such as wheel:smollm2-135m-instruct.")]
 

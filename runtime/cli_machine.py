@@ -16,14 +16,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from rich.table import Table
 
 from offbook.bus.security import home
+from offbook.runtime.cli_output import console
 from offbook.runtime.cli_team import AsJson, RuntimeName, chosen_runtime, known_runtimes
 from offbook.runtime.config import default_store_dir, format_bytes
 from offbook.runtime.moving import StoreFailed, export_agent, import_agent
 
 if TYPE_CHECKING:
     from offbook.runtime.store import BlockStore
-
-console = Console()
 
 _COLOURS = {"ok": "green", "slow": "yellow", "problem": "red"}
 

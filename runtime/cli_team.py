@@ -15,7 +15,6 @@ import anyio
 import msgspec
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from offbook.actors.control import ActorInfo, ActorPage, HostInfo, HostStatus, ListActors
@@ -24,11 +23,10 @@ from offbook.bus import Bus, connect, parse_address
 from offbook.bus.address import check_name
 from offbook.bus.errors import InvalidRequest, NoSuchActor, OffbookError
 from offbook.bus.security import home
+from offbook.runtime.cli_output import console
 from offbook.runtime.config import check_budget, format_bytes, parse_memory
 from offbook.runtime.describe import Describe, Kind, text_message
 from offbook.runtime.lockfile import LockFile
-
-console = Console()
 
 RuntimeName = Annotated[
     str | None,

@@ -18,11 +18,6 @@ from offbook.runtime.describe import FieldInfo, MessageInfo, text_message
 SCRIPT = Path(__file__).with_name("team_script.py")
 
 
-@pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-
-
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OFFBOOK_HOME", str(tmp_path))
@@ -146,6 +141,16 @@ def test_a_plain_script_runs_as_a_program(home: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "offbook.runtime.cli", "run", str(script), "--flag"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "ran ['--flag']\n"
+
+
+def test_lines_are_not_folded_where_the_output_is_no_terminal(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / ("a-folder-with-a-long-name-" * 8)
+    monkeypatch.setenv("OFFBOOK_CACHE", str(cache))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert cli.run(["models"]) == 0
+    assert f"Models are kept in {cache}" in capsys.readouterr().out
 
 
 def message(name: str, *fields: FieldInfo, request: bool = True) -> MessageInfo:

@@ -78,7 +78,6 @@ async def next_day(name: str, agent: str = "diarist/ann", *, back: int | None = 
 def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """``homes("one")``: from now on this is home."""
     monkeypatch.delenv("OFFBOOK_RUNTIME", raising=False)
-    monkeypatch.setenv("COLUMNS", "400")
 
     def at(name: str) -> Path:
         monkeypatch.setenv("OFFBOOK_HOME", str(tmp_path / name))
