@@ -24,7 +24,7 @@ from offbook.bus.address import check_name
 from offbook.bus.errors import InvalidRequest, NoSuchActor, OffbookError
 from offbook.bus.security import home
 from offbook.runtime.cli_output import console
-from offbook.runtime.config import check_budget, format_bytes, parse_memory
+from offbook.runtime.config import format_bytes, parse_memory
 from offbook.runtime.describe import Describe, Kind, text_message
 from offbook.runtime.lockfile import LockFile
 
@@ -279,7 +279,7 @@ def memory(
 
     The budget covers weights, agents' memory and workspace. Shrinking it moves agents to disk.
     """
-    budget = None if size is None else check_budget(parse_memory(size))
+    budget = None if size is None else parse_memory(size)
     stats = anyio.run(_memory, chosen_runtime(runtime), budget)
     table = Table(show_header=False, box=None)
     for label, value in (

@@ -2,7 +2,7 @@
 
 Owns ``EngineConfig`` (the one value that crosses from the host to the engine process, as JSON on its
 command line), the parsing of memory sizes (``"2 GiB"``), and the defaults that are derived from the
-machine: how much memory an engine may take, and where blocks go on disk.
+machine (``limits.py``): how much memory an engine may take, and where blocks go on disk.
 
 Imports neither MLX nor NumPy, so that checking settings costs nothing.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from offbook.bus.errors import OffbookError
+from offbook.runtime.limits import available_bytes, cgroup_headroom_bytes, cgroup_limit_bytes, machine_bytes
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -123,7 +124,11 @@ def parse_memory(value: int | str, *, what: str = "memory") -> int:
 
 
 def check_budget(size: int) -> int:
-    """``size`` if it can be a memory budget, else ``InvalidConfig``."""
+    """``size`` if it can be a memory budget in this process, else ``InvalidConfig``.
+
+    The most is what the machine has, or what the limits of this process's control groups (a container, a
+    service) leave of it, whichever is less.
+    """
     if size < MIN_BUDGET_BYTES:
         raise InvalidConfig(
             f"a memory budget of {size} bytes is too small to hold any model: did you mean '{size} GiB'?"
@@ -131,21 +136,18 @@ def check_budget(size: int) -> int:
             else f"a memory budget of {format_bytes(size)} is too small to hold any model "
             f"(at least {format_bytes(MIN_BUDGET_BYTES)})"
         )
-    most = machine_bytes()
-    if most is not None and size > most:
+    machine, group = machine_bytes(), cgroup_limit_bytes()
+    if group is not None and size > group and (machine is None or group <= machine):
         raise InvalidConfig(
-            f"a memory budget of {format_bytes(size)} is more than this machine has ({format_bytes(most)}): "
-            "give less, or None for what can be spared"
+            f"a memory budget of {format_bytes(size)} is more than the control group of this process allows "
+            f"({format_bytes(group)}): give less, raise the container's limit, or None for what can be spared"
+        )
+    if machine is not None and size > machine:
+        raise InvalidConfig(
+            f"a memory budget of {format_bytes(size)} is more than this machine has "
+            f"({format_bytes(machine)}): give less, or None for what can be spared"
         )
     return size
-
-
-def machine_bytes() -> int | None:
-    """The memory of this machine, or None where it cannot be known."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError):
-        return None
 
 
 def format_bytes(size: int | float) -> str:
@@ -172,76 +174,6 @@ def default_budget_bytes(*, working_set_bytes: int | None = None) -> int:
     if group is not None:
         limits.append(int(0.8 * group))
     return max(MIN_BUDGET_BYTES, min(limits))
-
-
-def available_bytes() -> int:
-    """Memory that can be taken without pushing others out, as the operating system estimates it."""
-    import psutil  # here, because only an engine's host has it
-
-    return int(psutil.virtual_memory().available)
-
-
-def cgroup_headroom_bytes(
-    root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self/cgroup")
-) -> int | None:
-    """Bytes left under the tightest memory limit of this process's control groups; None without limit.
-
-    Both versions are read: v2 (``memory.max``, from the process's group up to the root) and v1
-    (``memory/memory.limit_in_bytes``). Cache the group could drop counts as left.
-    """
-    headrooms: list[int] = []
-    for folder in _cgroup_folders(root, proc):
-        for limit_name, usage_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            limit = _read_int(folder / limit_name)
-            if limit is None or limit >= 1 << 60:  # v1 writes "no limit" as a huge number
-                continue
-            used = _read_int(folder / usage_name) or 0
-            headrooms.append(max(0, limit - used + _reclaimable(folder / "memory.stat")))
-    return min(headrooms) if headrooms else None
-
-
-def _cgroup_folders(root: Path, proc: Path) -> list[Path]:
-    """Every folder whose limit binds this process, innermost first."""
-    try:
-        lines = proc.read_text().splitlines()
-    except OSError:
-        return []
-    folders: list[Path] = []
-    for line in lines:
-        _, controllers, path = (*line.split(":", 2), "", "")[:3]
-        if controllers == "":
-            base = root
-        elif "memory" in controllers.split(","):
-            base = root / "memory"
-        else:
-            continue
-        folder = base / path.strip("/")
-        # In a container the path may name a folder of the outside; then only the root is visible.
-        while True:
-            folders.append(folder)
-            if folder in (base, folder.parent):
-                break
-            folder = folder.parent
-    return folders
-
-
-def _reclaimable(stat: Path) -> int:
-    """Bytes of file cache in a group that the kernel would drop before refusing memory."""
-    try:
-        fields = dict(line.split(None, 1) for line in stat.read_text().splitlines() if " " in line)
-        return int(fields.get("inactive_file", fields.get("total_inactive_file", "0")))
-    except (OSError, ValueError):
-        return 0
-
-
-def _read_int(path: Path) -> int | None:
-    try:
-        return int(path.read_text().strip())
-    except (OSError, ValueError):  # absent, or "max"
-        return None
 
 
 def default_store_dir(run_dir: Path) -> Path:

@@ -22,11 +22,10 @@ import msgspec
 from offbook.runtime.config import (
     DEFAULT_MODEL,
     GIB,
-    available_bytes,
-    cgroup_headroom_bytes,
     default_budget_bytes,
     format_bytes,
 )
+from offbook.runtime.limits import available_bytes, cgroup_headroom_bytes, cgroup_limit_bytes
 
 Status = Literal["ok", "slow", "problem"]
 
@@ -204,13 +203,18 @@ def _kernel() -> Check:
 
 
 def _memory() -> Check:
-    available, group = available_bytes(), cgroup_headroom_bytes()
+    available, limit, group = available_bytes(), cgroup_limit_bytes(), cgroup_headroom_bytes()
     budget = default_budget_bytes()
     value = f"{format_bytes(available)} available"
-    if group is not None:
-        value += f", {format_bytes(group)} left in this control group"
+    if limit is not None and group is not None:
+        value += f", {format_bytes(group)} left of the {format_bytes(limit)} that this control group allows"
     value += f"; an engine would take {format_bytes(budget)}"
-    data = {"available_bytes": available, "cgroup_headroom_bytes": group, "default_budget_bytes": budget}
+    data = {
+        "available_bytes": available,
+        "cgroup_limit_bytes": limit,
+        "cgroup_headroom_bytes": group,
+        "default_budget_bytes": budget,
+    }
     if budget < GIB:  # the embedded model's weights take 0.5 GiB; less than 1 GiB leaves no room for agents
         mend = "free some memory, or raise the container's limit: the embedded model wants 1 GiB or more"
         return Check(name="memory", status="problem", value=value, mend=mend, data=data)

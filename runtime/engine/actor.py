@@ -37,6 +37,7 @@ from offbook.actors.lm import (
 from offbook.bus import Bus, Delivery, parse_address
 from offbook.bus.errors import InvalidRequest, OffbookError
 
+from ..config import check_budget
 from ..kv.memory import Key
 from ..kv.table import Ids
 from . import constrain
@@ -148,6 +149,7 @@ class EngineActor:
         return await asyncio.wrap_future(self.loop.call(action))
 
     async def _resize(self, budget: int) -> Any:
+        check_budget(budget)  # here: whoever asks may be under other limits than this process
         await asyncio.wrap_future(self.loop.resize(budget))
         return await self._on_step_thread(self.loop.stats)
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbook.runtime import config as config_module
 from offbook.runtime.config import (
     MIN_BUDGET_BYTES,
     EngineConfig,
     InvalidConfig,
-    cgroup_headroom_bytes,
     check_budget,
     default_budget_bytes,
     format_bytes,
@@ -87,27 +85,22 @@ def test_the_default_budget_is_within_what_the_machine_has() -> None:
     assert default_budget_bytes(working_set_bytes=1 << 30) <= 1 << 30
 
 
-def test_the_tightest_control_group_decides(tmp_path: Path) -> None:
-    inner = tmp_path / "sys" / "a" / "b"
-    inner.mkdir(parents=True)
-    (inner / "memory.max").write_text("max\n")
-    (inner.parent / "memory.max").write_text("1000000\n")
-    (inner.parent / "memory.current").write_text("700000\n")
-    (inner.parent / "memory.stat").write_text("anon 600000\ninactive_file 100000\n")
-    proc = tmp_path / "cgroup"
-    proc.write_text("0::/a/b\n")
-    assert cgroup_headroom_bytes(tmp_path / "sys", proc) == 400_000
+def test_a_container_limits_the_budget_and_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "machine_bytes", lambda: 24 << 30)
+    monkeypatch.setattr(config_module, "available_bytes", lambda: 20 << 30)
+    monkeypatch.setattr(config_module, "cgroup_limit_bytes", lambda: 2 << 30)
+    monkeypatch.setattr(config_module, "cgroup_headroom_bytes", lambda: 1 << 30)
+    assert check_budget(2 << 30) == 2 << 30
+    with pytest.raises(InvalidConfig, match="control group of this process allows \\(2 GiB\\)"):
+        check_budget((2 << 30) + 1)
+    with pytest.raises(InvalidConfig, match="control group"):
+        EngineConfig(name="x", endpoint="ipc:///x", budget_bytes=3 << 30)
+    assert default_budget_bytes() <= 1 << 30
 
 
-def test_a_limit_of_the_first_control_group_version_is_read(tmp_path: Path) -> None:
-    folder = tmp_path / "sys" / "memory"
-    folder.mkdir(parents=True)
-    (folder / "memory.limit_in_bytes").write_text("5000\n")
-    (folder / "memory.usage_in_bytes").write_text("1000\n")
-    proc = tmp_path / "cgroup"
-    proc.write_text("4:memory:/docker/abc\n0::/\n")
-    assert cgroup_headroom_bytes(tmp_path / "sys", proc) == 4000
-
-
-def test_no_control_group_means_no_limit(tmp_path: Path) -> None:
-    assert cgroup_headroom_bytes(tmp_path, tmp_path / "absent") is None
+def test_a_limit_above_what_the_machine_has_leaves_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "machine_bytes", lambda: 4 << 30)
+    monkeypatch.setattr(config_module, "cgroup_limit_bytes", lambda: 8 << 30)
+    for size in (5 << 30, 9 << 30):
+        with pytest.raises(InvalidConfig, match="this machine has \\(4 GiB\\)"):
+            check_budget(size)

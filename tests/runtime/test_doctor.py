@@ -48,11 +48,13 @@ def test_a_missing_kernel_is_slow_not_wrong(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_little_memory_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "available_bytes", lambda: GIB)
+    monkeypatch.setattr(doctor, "cgroup_limit_bytes", lambda: GIB)
     monkeypatch.setattr(doctor, "cgroup_headroom_bytes", lambda: GIB // 2)
     monkeypatch.setattr(doctor, "default_budget_bytes", lambda: GIB // 3)
     check = doctor._memory()
     assert check.status == "problem"
     assert check.data["cgroup_headroom_bytes"] == GIB // 2
+    assert "512 MiB left of the 1 GiB that this control group allows" in check.value
 
 
 def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

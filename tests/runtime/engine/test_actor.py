@@ -32,6 +32,7 @@ from offbook.actors.lm import (
 )
 from offbook.bus import Broker, Bus, connect
 from offbook.bus.errors import ContextTooLarge, InvalidAddress, InvalidRequest, OffbookError
+from offbook.runtime.config import InvalidConfig
 from offbook.runtime.engine.actor import EngineActor
 
 ENGINE = "engine/main"
@@ -213,6 +214,8 @@ async def test_prefetch_locate_forget_stats_and_resizing(engine: Callable[..., A
         with anyio.fail_after(30):
             while (await bus.ask(ENGINE, Locate(memory=memory), returns=StateHandle)).where != "hot":
                 await anyio.sleep(0.01)
+        with pytest.raises(InvalidConfig, match=r"this machine has|control group"):
+            await bus.ask(ENGINE, SetMemory(budget_bytes=1 << 59))
         stats = await bus.ask(ENGINE, SetMemory(budget_bytes=110 << 20), returns=EngineStats)
         assert stats.budget_bytes == 110 << 20
         assert await bus.ask(ENGINE, Forget(agent="villager/ann")) is True
