@@ -2,8 +2,9 @@
 
 Owns the life of one engine process and nothing of what is said to it. The engine may die at any time
 (a GPU abort, an out-of-memory kill); the child is then started again after a pause that doubles with
-every quick death, and the agents' calls, which wait for an engine to appear, only see the delay. An
-engine that says a restart would not help (exit code 78, with the reason in a file) is not restarted.
+every quick death, and the agents' calls, which wait for an engine to appear, only see the delay. A death
+is quick if the engine had not served for a while, however long it took to get ready. An engine that says a
+restart would not help (exit code 78, with the reason in a file) is not restarted.
 
 The engine ends by itself when the host vanishes, so no process outlives a ``kill -9`` of the host for
 long. While such an orphan still flushes, the next host's engine must not touch the same store: each
@@ -37,7 +38,8 @@ EX_CONFIG = 78
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
 STEADY_S = 30.0
-"""An engine that lived this long was healthy: the next restart is immediate again."""
+"""An engine that served this long was healthy: the next restart is immediate again. Loading does not count,
+for a large model may load for minutes and then die of it every time."""
 
 QUICK_DEATHS = 6
 """So many deaths in a row without a steady life, and the engine is taken to be broken."""
@@ -72,6 +74,7 @@ class EngineChild:
         self.restarts = 0
         self.failure: OffbookError | None = None
         self._error_path = run_dir / "engine.error"
+        self._ready_path = run_dir / "engine.ready"
         self._lock = LockFile(run_dir / "engine.lock")
         self._command = list(command) if command is not None else engine_command(config)
         self._process: anyio.abc.Process | None = None
@@ -100,10 +103,11 @@ class EngineChild:
             if self._ending:
                 return
             lived = time.monotonic() - started
-            if lived >= STEADY_S:
+            served = self._served(lived)
+            if served >= STEADY_S:
                 pause, quick = FIRST_PAUSE_S, 0
             quick += 1
-            self.failure = self._verdict(code, quick, lived)
+            self.failure = self._verdict(code, quick, lived, served)
             if self.failure is not None:
                 await on_failure(self.failure)
                 return
@@ -136,11 +140,13 @@ class EngineChild:
         """One life of the process, from start to exit code."""
         await self._take_lock()
         self._error_path.unlink(missing_ok=True)
+        self._ready_path.unlink(missing_ok=True)
         _set_aside(self.log_path)
         environment = {
             **os.environ,
             "OFFBOOK_PARENT_PID": str(os.getpid()),
             "OFFBOOK_ENGINE_ERROR": str(self._error_path),
+            "OFFBOOK_ENGINE_READY": str(self._ready_path),
             "PYTHONUNBUFFERED": "1",
         }
         try:
@@ -180,7 +186,15 @@ class EngineChild:
                     os.kill(holder, signal.SIGKILL)
             await anyio.sleep(0.05)
 
-    def _verdict(self, code: int, quick: int, lived: float) -> OffbookError | None:
+    def _served(self, lived: float) -> float:
+        """How many of the seconds that an engine lived it was ready; 0 if it never was."""
+        try:
+            ready = float(self._ready_path.read_text())
+        except (OSError, ValueError):
+            return 0.0
+        return min(lived, max(0.0, time.monotonic() - ready))
+
+    def _verdict(self, code: int, quick: int, lived: float, served: float) -> OffbookError | None:
         """Why the engine is not to be started again, or None if it is."""
         if code == EX_CONFIG:
             try:
@@ -189,7 +203,8 @@ class EngineChild:
                 return EngineFailed(f"the engine refused to start{self._tail()}")
         if quick >= QUICK_DEATHS:
             return EngineFailed(
-                f"the engine died {quick} times in a row, last {_how(code)} after {lived:.1f} s{self._tail()}"
+                f"the engine died {quick} times in a row, last {_how(code)} after {lived:.1f} s, "
+                f"{f'ready for {served:.1f} s' if served else 'before it was ready'}{self._tail()}"
             )
         return None
 

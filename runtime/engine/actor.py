@@ -14,6 +14,7 @@ from collections import deque
 from typing import Any
 
 import anyio
+import anyio.abc
 import anyio.to_thread
 import numpy as np
 
@@ -96,9 +97,10 @@ class EngineActor:
         self.ended = anyio.Event()
         self._outbox = Outbox()
 
-    async def run(self) -> None:
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled."""
         await self.bus.serve(ENGINE_ADDRESS)
+        task_status.started()
         async with anyio.create_task_group() as tasks:
             async for delivery in self.bus.deliveries():
                 tasks.start_soon(self._handle, delivery)

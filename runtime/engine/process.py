@@ -110,12 +110,20 @@ async def serve(config: EngineConfig) -> None:
             tasks.start_soon(until, asked_to_end)
             tasks.start_soon(until, parent_gone)
             tasks.start_soon(until, shut_down)
+            await tasks.start(actor.run)
+            note_ready()
             log.info("serving %s as process %d", config.model, os.getpid())
-            await actor.run()
         if not actor.ended.is_set():
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(loop.stop().result)
     log.info("the engine has ended; everything is on disk")
+
+
+def note_ready() -> None:
+    """Tell the host that this engine serves, and since when: its life is counted from here."""
+    path = os.environ.get("OFFBOOK_ENGINE_READY")
+    if path:
+        Path(path).write_text(f"{time.monotonic()}\n")  # a clock of the machine, not of the process
 
 
 async def parent_gone() -> None:

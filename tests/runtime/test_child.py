@@ -86,7 +86,64 @@ async def test_an_engine_that_keeps_dying_is_given_up_with_the_end_of_its_log(tm
         await make(tmp_path, "print('out of luck'); raise SystemExit(3)").run(note)
     assert isinstance(failures[0], EngineFailed)
     assert "code 3" in str(failures[0])
+    assert "before it was ready" in str(failures[0])
     assert "out of luck" in str(failures[0])
+
+
+async def test_a_long_load_that_ends_in_death_is_no_healthy_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_module, "STEADY_S", 0.0001)  # every process lives longer than this
+    failures: list[OffbookError] = []
+
+    async def note(error: OffbookError) -> None:
+        failures.append(error)
+
+    child = make(tmp_path, "raise SystemExit(3)")
+    with anyio.fail_after(20):
+        await child.run(note)
+    assert isinstance(failures[0], EngineFailed)
+    assert child.restarts == child_module.QUICK_DEATHS - 1
+
+
+async def test_an_engine_that_served_for_long_is_started_again_however_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_module, "STEADY_S", 100.0)
+    # Each life but the first two has served for long when it ends; only a few come without.
+    script = f"""
+import os, time
+lives = open({str(tmp_path / "lives")!r}, "a+")
+lives.seek(0)
+before = len(lives.readlines())
+print("life", file=lives, flush=True)
+served = 1000 if before >= 2 else 1
+open(os.environ["OFFBOOK_ENGINE_READY"], "w").write(str(time.monotonic() - served))
+if before > {2 * child_module.QUICK_DEATHS}: time.sleep(60)
+"""
+    child = make(tmp_path, script)
+    monkeypatch.setattr(child, "_served", lambda lived, real=child._served: real(1e9))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(child.run, never)
+        await file_with(tmp_path / "lives", 2 * child_module.QUICK_DEATHS + 2)
+        await child.end()
+
+
+async def test_an_engine_that_dies_soon_after_it_was_ready_is_given_up(tmp_path: Path) -> None:
+    failures: list[OffbookError] = []
+
+    async def note(error: OffbookError) -> None:
+        failures.append(error)
+
+    script = (
+        "import os, time; open(os.environ['OFFBOOK_ENGINE_READY'], 'w').write(str(time.monotonic())); "
+        "raise SystemExit(4)"
+    )
+    child = make(tmp_path, script)
+    with anyio.fail_after(20):
+        await child.run(note)
+    assert "ready for 0." in str(failures[0])
+    assert child.restarts == child_module.QUICK_DEATHS - 1
 
 
 async def test_ending_asks_then_terminates_then_kills(tmp_path: Path) -> None:

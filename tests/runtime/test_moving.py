@@ -117,6 +117,7 @@ async def test_operators_list_verify_and_collect_what_is_on_disk(
 ) -> None:
     home = homes("one")
     first = await first_day()
+    assert (home / "here" / "engine.ready").exists()  # from here its life was counted
     capsys.readouterr()
     assert await run(["kv", "ls", "--json"]) == 0
     [record] = json.loads(capsys.readouterr().out)
