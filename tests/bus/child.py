@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import anyio
 
 from offbook.bus import Broker, connect
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from orphan import end_with_parent
 
 
 def say(text: str) -> None:
@@ -63,4 +67,5 @@ async def broker(endpoint: str) -> None:
         await anyio.sleep_forever()
 
 
+end_with_parent()
 anyio.run({f.__name__: f for f in (echo, silent, ask, last_words, broker)}[sys.argv[1]], *sys.argv[2:])

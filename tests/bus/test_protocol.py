@@ -24,6 +24,7 @@ HELLO, WELCOME, PING, PONG, ASK, REPLY, SERVE, STREAM, PROGRESS = 1, 2, 3, 4, 11
 PUBLISH, SUBSCRIBE, EVENT, TELL, ACCEPT, FAIL = 30, 31, 33, 10, 13, 16
 
 socket = zmq.Context().socket(zmq.DEALER)
+socket.RCVTIMEO = 30_000
 socket.connect(sys.argv[1])
 queue = []
 

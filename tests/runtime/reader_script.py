@@ -2,11 +2,18 @@
 
 import json
 import random
+import sys
+from pathlib import Path
 
 import anyio
 
 from offbook.actors import Agent, Message, Request, on
 from offbook.runtime import Runtime
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from orphan import end_with_parent
+
+end_with_parent()
 
 WORDS = (
     "the old mill",

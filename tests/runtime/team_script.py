@@ -7,6 +7,11 @@ from offbook.actors import Actor, Agent, Message, Request, on
 from offbook.runtime import Runtime
 from offbook.runtime import child as child_module
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from orphan import end_with_parent
+
+end_with_parent()
+
 FAKE = Path(__file__).with_name("fake_engine.py")
 child_module.engine_command = lambda config: [sys.executable, str(FAKE), "--config", config.to_json()]
 

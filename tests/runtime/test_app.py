@@ -252,8 +252,12 @@ def test_durations() -> None:
 
 SCRIPT = """
 import asyncio
+import sys
 import anyio
 from offbook.runtime import Runtime, hours
+sys.path.insert(0, {tests!r})
+from orphan import end_with_parent
+end_with_parent()
 
 async def main():
     async with Runtime("team", engine=False) as rt:
@@ -276,7 +280,7 @@ anyio.run(main)
     ],
 )
 def test_signals_end_a_script_in_order(until: str, number: int, code: int, output: str) -> None:
-    script = textwrap.dedent(SCRIPT).format(until=until)
+    script = textwrap.dedent(SCRIPT).format(until=until, tests=str(Path(__file__).parents[1]))
     with subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
