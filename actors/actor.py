@@ -179,9 +179,10 @@ class Actor:
 
         Raises:
             InvalidAddress, MessageTooLarge, InvalidRequest: at once.
+            NoSuchActor: nobody serves this kind of address, and nobody is expected to; see ``Host(peers=)``.
             MailboxFull: this actor has too many messages on their way that no receiver takes.
         """
-        self._now_turn().tell(to, message)
+        await self._now_turn().tell(to, message)
 
     async def ask(self, to: str, request: Request[T], *, timeout: float = 60.0) -> T:
         """Ask another actor and wait for its answer, within this turn.

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Collection
 from contextlib import AsyncExitStack
 from datetime import datetime
 from functools import partial
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.abc
 
-from offbook.bus.address import parse_address
+from offbook.bus.address import check_kind, parse_address
 from offbook.bus.client import Bus, connect
 from offbook.bus.errors import (
     ActorStopped,
@@ -33,6 +34,7 @@ from .actor import Actor, ActorSpec, spec_of
 from .agent import Agent
 from .clock import Clock, Seconds, VirtualClock, WallClock
 from .control import ActorPage, HostStatus, ListActors
+from .directory import Directory
 from .engine import PATIENCE, Engine
 from .ingress import Ingress
 from .introspect import host_info, page_of
@@ -77,6 +79,8 @@ class Host(Outside):
         max_active: actors kept in memory while idle; further ones leave it, the least recently used first.
         passivate_after: real seconds after which an idle actor leaves memory.
         engine_patience: seconds for which calls wait for an engine that is away.
+        peers: kinds of addresses that other processes serve. Messages to them wait while their process is
+            away; to a kind that nobody knows they are refused (:mod:`offbook.actors.directory`).
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class Host(Outside):
         max_active: int = 1000,
         passivate_after: float = 60.0,
         engine_patience: float = PATIENCE,
+        peers: Collection[str] = (),
     ) -> None:
         if (journal is None) == (journal_path is None):
             raise InvalidRequest("a host needs either journal_path or an open journal")
@@ -106,6 +111,7 @@ class Host(Outside):
         self._given = journal
         self._endpoint = endpoint or name
         self._patience = engine_patience
+        self._peers = tuple(check_kind(peer) for peer in peers)
         self._kinds: dict[str, ActorSpec] = {}
         self._births: dict[str, Birth | None] = {}
         self.stage = Stage(self, self.quiet, max_resting=max_active, rest=passivate_after)
@@ -136,6 +142,7 @@ class Host(Outside):
         )
         self.engine = Engine(self.bus, patience=self._patience)
         self.questions = Questions(self.bus)
+        self.directory = Directory(self.bus, self.journal, self._kinds.keys, self._peers)
         self._outbox = Outbox(
             self.bus,
             self.journal,
@@ -285,6 +292,7 @@ class Host(Outside):
                 None: a virtual clock runs until no timer is left, a wall clock until cancelled.
         """
         turns, failed = self.turns, self.failed_count
+        self.directory.complete = True
         if isinstance(self.clock, VirtualClock):
             await run_virtual(self.clock, self._timers, self.quiet, until)
         else:

@@ -24,6 +24,7 @@ from offbook.bus.errors import (
     OffbookError,
     UnknownMessageType,
 )
+from offbook.bus.suggest import hint
 
 from . import statements
 from .actor import ActorSpec, unknown_type
@@ -110,7 +111,7 @@ class Ingress:
         spec = self._port.spec(kind)
         if spec is None:
             raise NoSuchActor(
-                f"no actor of kind {kind!r} here; known kinds: {names(self._port.kinds())}", actor=envelope.to
+                f"no actor of kind {kind!r} here; {hint(kind, tuple(self._port.kinds()))}", actor=envelope.to
             )
         if envelope.kind is not Kind.TELL and envelope.to in envelope.chain:
             path = (*envelope.chain, envelope.to)

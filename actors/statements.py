@@ -102,6 +102,17 @@ def list_actors(db: DB, after: str, limit: int, prefix: str) -> list[tuple[str, 
     ).fetchall()
 
 
+def knows_kind(db: DB, kind: str) -> bool:
+    """Whether there are actors of a kind here, or another process was seen to serve it."""
+    here = db.execute("SELECT 1 FROM actors WHERE kind=? LIMIT 1", (kind,)).fetchone()
+    return here is not None or get_meta(db, f"kind {kind}") is not None
+
+
+def note_kind(db: DB, kind: str) -> None:
+    """Another process serves this kind."""
+    put_meta(db, f"kind {kind}", b"")
+
+
 def count_actors(db: DB) -> int:
     return int(db.execute("SELECT COUNT(*) FROM actors").fetchone()[0])
 

@@ -28,6 +28,7 @@ from .records import Fork, Inbound, Outgoing, Timer
 
 if TYPE_CHECKING:
     from .clock import Clock
+    from .directory import Directory
     from .engine import Engine
     from .journal import Journal
     from .memory import AgentMemory
@@ -47,6 +48,8 @@ class TurnPort(Protocol):
     journal: Journal
     engine: Engine
     questions: Questions
+
+    directory: Directory
 
     async def ensure_topic(self, topic: str) -> None: ...
 
@@ -137,9 +140,10 @@ class Turn:
             )
         )
 
-    def tell(self, to: str, message: msgspec.Struct) -> None:
+    async def tell(self, to: str, message: msgspec.Struct) -> None:
         """Record a send."""
         parse_address(to)
+        await self.port.directory.check(to)
         self._send(to, message, topic=False)
 
     def publish(self, topic: str, message: msgspec.Struct) -> None:

@@ -30,6 +30,13 @@ class Address(NamedTuple):
         return f"{self.kind}/{self.key}"
 
 
+def check_kind(kind: str) -> str:
+    """``kind`` if it can be the kind of an address; raises ``InvalidAddress``."""
+    if not isinstance(kind, str) or not _KIND.fullmatch(kind):
+        raise InvalidAddress(f"kind {_shown(kind)}: must be a letter, then up to 63 of A-Za-z0-9_.-")
+    return kind
+
+
 def _shown(text: object) -> str:
     shown = repr(text)
     return shown if len(shown) <= 80 else f"{shown[:60]}... ({len(shown)} characters)"

@@ -127,6 +127,7 @@ class Broker:
         count.peers = len(self._names)
         count.patterns = self._board.patterns
         count.pending = self._board.pending
+        count.kinds = self._board.kinds
         count.queued = sum(len(peer.queue) for peer in self._names.values())
         count.subscriptions = self._hub.subscriptions
         count.published = self._hub.published

@@ -6,7 +6,11 @@ import msgspec
 
 
 class BrokerStatistics(msgspec.Struct, kw_only=True):
-    """Counters since the broker started, and what is there now."""
+    """Counters since the broker started, and what is there now.
+
+    Attributes:
+        kinds: the kinds of addresses that are served now, in order.
+    """
 
     peers: int = 0
     patterns: int = 0
@@ -28,3 +32,4 @@ class BrokerStatistics(msgspec.Struct, kw_only=True):
     refused: int = 0
     disconnected: int = 0
     lost: int = 0
+    kinds: tuple[str, ...] = ()

@@ -24,6 +24,7 @@ from offbook.bus.errors import (
 )
 from offbook.bus.peer import Peer, Pending
 from offbook.bus.statistics import BrokerStatistics
+from offbook.bus.suggest import hint
 
 
 class Switchboard:
@@ -35,11 +36,19 @@ class Switchboard:
         self._queue_bytes = queue_bytes
         self._exact: dict[str, Peer] = {}
         self._kinds: dict[str, Peer] = {}
+        self._served: tuple[str, ...] | None = None
         self._pending: dict[str, Pending] = {}
 
     @property
     def patterns(self) -> int:
         return len(self._exact) + len(self._kinds)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of all addresses that are served, in order."""
+        if self._served is None:
+            self._served = tuple(sorted({*self._kinds, *(to.partition("/")[0] for to in self._exact)}))
+        return self._served
 
     @property
     def pending(self) -> int:
@@ -55,12 +64,14 @@ class Switchboard:
         if holder is not None and holder is not peer:
             raise ProtocolError(f"{pattern!r} is served by peer {holder.name!r} already")
         table[key] = peer
+        self._served = None
         peer.patterns.add(pattern)
 
     def unserve(self, peer: Peer, pattern: str) -> None:
         """End a registration; unknown ones are ignored."""
         if pattern in peer.patterns:
             peer.patterns.discard(pattern)
+            self._served = None
             kind, _, key = pattern.partition("/")
             if key == WILDCARD:
                 self._kinds.pop(kind, None)
@@ -106,7 +117,8 @@ class Switchboard:
             raise InvalidRequest(f"a request with id {envelope.id!r} is in flight already", id=envelope.id)
         server = self._exact.get(to) or self._kinds.get(kind)
         if server is None:
-            raise NoSuchActor(f"nobody serves {to!r}; is its host running?", address=to)
+            known = "is its host running?" if kind in self.kinds else hint(kind, self.kinds)
+            raise NoSuchActor(f"nobody serves {to!r}; {known}", address=to)
         if server.queue_bytes + len(body) > self._queue_bytes:
             raise MailboxFull(f"{server.queue_bytes} bytes wait for the peer that serves {to!r}", address=to)
         return server

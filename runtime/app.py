@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import datetime, timedelta
 from functools import partial
@@ -38,6 +38,7 @@ from offbook.actors.message import Request
 from offbook.actors.running import RunReport
 from offbook.actors.topicstore import JournalTopicStore
 from offbook.bus import Broker, Bus, ReplyStream, Subscription, connect, endpoint_for, run_dir
+from offbook.bus.address import check_kind
 from offbook.bus.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -100,6 +101,8 @@ class Runtime:
         clock: ``VirtualClock(seed)`` for simulated time; default real time.
         engine: False if no engine is to be started here (actors only, or one that runs elsewhere).
         trace: file for a Perfetto trace of the engine's work.
+        peers: kinds of addresses that other processes will serve. An actor's message to them waits while
+            nobody does; to a kind that nobody knows it is refused, once the team runs, as a slip.
 
     Raises:
         InvalidConfig, InvalidAddress: a setting that cannot be used; at once.
@@ -117,6 +120,7 @@ class Runtime:
         clock: Clock | None = None,
         engine: bool = True,
         trace: str | os.PathLike[str] | None = None,
+        peers: Collection[str] = (),
     ) -> None:
         if engine and importlib.util.find_spec("mlx") is None:
             raise InvalidConfig(
@@ -138,6 +142,7 @@ class Runtime:
         )
         self.engine = EngineChild(self.config, self.run_dir) if engine else None
         self._clock = clock
+        self._peers = tuple(check_kind(peer) for peer in peers)
         self._lock = LockFile(self.run_dir / "runtime.lock")
         self._bus: Bus | None = None
         self._host: Host | None = None
@@ -193,7 +198,13 @@ class Runtime:
                 if self.engine is not None:
                     children.start_soon(self.engine.run, partial(self._engine_failed, children))
                     stack.push_async_callback(self.engine.end, partial(_ask_to_end, bus))
-                host = Host(self.name, journal=journal, endpoint=self.endpoint, clock=self._clock)
+                host = Host(
+                    self.name,
+                    journal=journal,
+                    endpoint=self.endpoint,
+                    clock=self._clock,
+                    peers=self._peers,
+                )
                 self._host = await stack.enter_async_context(host)
                 children.start_soon(serve_descriptions, bus, host)
                 self._bus = bus
@@ -325,6 +336,7 @@ class Runtime:
         """
         host = self.host
         turns, failed = host.turns, host.failed_count
+        host.directory.complete = True  # whatever runs after this, the team has been set up
         report: RunReport | None = None
 
         async def wait(what: Callable[[], Awaitable[Any]]) -> None:

@@ -15,6 +15,7 @@ from offbook.actors.host import Host
 from offbook.actors.message import Request
 from offbook.bus import Bus, parse_address
 from offbook.bus.errors import InvalidRequest, NoSuchActor, OffbookError, UnknownMessageType
+from offbook.bus.suggest import hint
 
 
 class Describe(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -110,8 +111,8 @@ async def serve_descriptions(bus: Bus, host: Host) -> None:
             parse_address(f"{request.kind}/x")
             spec = host.spec(request.kind)
             if spec is None:
-                kinds = ", ".join(host.kinds()) or "none yet"
-                raise NoSuchActor(f"there are no actors of kind {request.kind!r}; there are: {kinds}")
+                known = hint(request.kind, tuple(host.kinds()))
+                raise NoSuchActor(f"there are no actors of kind {request.kind!r}; {known}")
             await delivery.reply(describe(spec))
         except OffbookError as exc:
             await delivery.fail(exc)
