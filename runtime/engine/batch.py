@@ -18,6 +18,7 @@ from ..kv.cache import BatchQuantizedKVCache, Step
 from ..kv.pool import BlockPool
 from ..kv.probe import make_caches
 from ..kv.table import AgentTable, Ids
+from ..models.decoder import Decoder
 
 Head = Callable[[mx.array], mx.array]
 
@@ -51,35 +52,61 @@ def split_head(model: nn.Module) -> tuple[Callable[..., mx.array], Head] | None:
 
 
 class Batch:
-    """Forward passes of one model over one pool."""
+    """Forward passes of one model over one pool.
 
-    def __init__(self, model: nn.Module, arrays: PoolArrays, pool: BlockPool, *, native: Any = None) -> None:
+    Args:
+        native: the compiled kernel's front for this pool (``kernel.NativeAttention``).
+        decoder: the kernel's forward of this model, for few tokens; used with ``native`` only.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arrays: PoolArrays,
+        pool: BlockPool,
+        *,
+        native: Any = None,
+        decoder: Decoder | None = None,
+    ) -> None:
         self.model, self.arrays, self.pool, self.native = model, arrays, pool, native
         self.split = split_head(model)
+        self.decoder = decoder if native is not None else None
 
     def prefill(
         self, tables: Sequence[AgentTable], chunks: Sequence[Ids], *, logits: bool
     ) -> mx.array | None:
         """Run one chunk of each row. With ``logits``, those of each row's last token: [rows, vocabulary]."""
         counts = [len(chunk) for chunk in chunks]
-        tokens = np.zeros((len(chunks), max(counts)), np.uint32)
-        for row, chunk in enumerate(chunks):
-            tokens[row, : len(chunk)] = chunk
         step = Step(self.arrays, self.pool, tables, counts, native=self.native)
-        out = self._forward(mx.array(tokens), step, counts if logits else None)
-        pending = [c.pending if isinstance(c, BatchQuantizedKVCache) else c.cache for c in step.caches]
-        mx.eval(pending if out is None else (out, pending))
+        if (decoder := self._decoder(sum(counts))) is not None:
+            out = decoder.forward(chunks, step, logits=logits)
+        else:
+            tokens = np.zeros((len(chunks), max(counts)), np.uint32)
+            for row, chunk in enumerate(chunks):
+                tokens[row, : len(chunk)] = chunk
+            out = self._forward(mx.array(tokens), step, counts if logits else None)
+            pending = [c.pending if isinstance(c, BatchQuantizedKVCache) else c.cache for c in step.caches]
+            mx.eval(pending if out is None else (out, pending))
         step.commit()
         return out
 
     def decode(self, tables: Sequence[AgentTable], tokens: Sequence[int]) -> mx.array:
         """Run one token of each row: logits [rows, vocabulary]."""
         step = Step(self.arrays, self.pool, tables, [1] * len(tables), native=self.native)
-        out = self._forward(mx.array(np.array(tokens, np.uint32)[:, None]), step, [1] * len(tables))
+        column = np.array(tokens, np.uint32)[:, None]
+        if (decoder := self._decoder(len(tables))) is not None:
+            out = decoder.forward(column, step, logits=True)
+        else:
+            out = self._forward(mx.array(column), step, [1] * len(tables))
         assert out is not None
         mx.eval(out)
         step.commit()
         return out
+
+    def _decoder(self, tokens: int) -> Decoder | None:
+        """The kernel's forward, if a step of so many tokens is one for it."""
+        decoder = self.decoder
+        return decoder if decoder is not None and tokens <= decoder.limit and decoder.current() else None
 
     def _forward(self, tokens: mx.array, step: Step, counts: Sequence[int] | None) -> mx.array | None:
         """Last-token logits, or None when ``counts`` is None (the caches are then all that matters)."""

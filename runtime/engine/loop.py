@@ -30,7 +30,7 @@ from ..kv.probe import derive, make_caches
 from ..kv.scheme import KVScheme
 from ..kv.spec import ModelCacheSpec
 from ..kv.table import Ids
-from ..models import linear
+from ..models import decoder, linear
 from ..observe.metrics import Metrics
 from ..observe.trace import Trace
 from ..store.hashing import chain_at
@@ -173,6 +173,8 @@ class EngineLoop:
         if self.host and self._native is not None:
             linear.install(self.model)
         self.spec = derive(self.model)
+        native = self.host and self._native is not None
+        self.decoder = decoder.find(self.model, self.spec) if native else None
         self.scheme = self._scheme(self.loaded, self.spec) if callable(self._scheme) else self._scheme
         self.fingerprint: str = self.loaded.fingerprint_for(self.scheme.describe() + self.spec.describe())
         self.weights_bytes = int(self.loaded.weights_bytes)
@@ -206,7 +208,7 @@ class EngineLoop:
         self.pool = BlockPool(groups, sizes.pages)
         self.arrays = PoolArrays(self.spec, self.scheme, sizes.group_slots, sizes.pages, host=self.host)
         native = self._native(self.arrays) if self._native is not None else None
-        self.batch = Batch(self.model, self.arrays, self.pool, native=native)
+        self.batch = Batch(self.model, self.arrays, self.pool, native=native, decoder=self.decoder)
         self.memory = KVMemory(
             self.spec, self.scheme, self.fingerprint, self.arrays, self.pool, self.store, self._loaded
         )

@@ -94,9 +94,9 @@ class PoolArrays:
         """The NumPy view of one of the pool's arrays (host mode only)."""
         return self._views[id(array)]
 
-    def sliceable(self, value: mx.array) -> Any:
+    def sliceable(self, value: Any) -> Any:
         """An evaluated array in the form whose slices ``write`` takes at no cost: NumPy in host mode."""
-        return np.array(value, copy=False) if self.host else value
+        return np.asarray(value) if self.host else value
 
     def write(self, array: mx.array, index: Any, value: Any) -> None:
         """``array[index] = value`` in place; ``value`` is (a slice of) what ``sliceable`` gave."""

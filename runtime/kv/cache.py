@@ -258,7 +258,7 @@ class Step:
         before, after = table.sealed, max(table.sealed, self.scheme.sealed(total))
         sealing = (after - before) // GROUP
         groups: dict[int, dict[str, mx.array]] = {}
-        rest: dict[int, list[mx.array]] = {}
+        rest: dict[int, list[Any]] = {}
         # What is sealed now begins with the pages' content; otherwise only the new tokens matter.
         held = table.tokens - before if sealing else 0
         rest_from = after if sealing else table.tokens
@@ -267,7 +267,9 @@ class Step:
             arrays = self.arrays.pages[index]
             tail = []
             for name, bits in zip(("tail.k", "tail.v"), cache.pending or (), strict=False):
-                new = bits[row, :, :count]
+                new = bits[row][:, :count]
+                if sealing and isinstance(new, np.ndarray):
+                    new = mx.array(new)
                 if held:
                     old = self.arrays.take(arrays[name], mx.array(table.pages))
                     old = old.swapaxes(0, 1).reshape(new.shape[0], -1, new.shape[-1])[:, :held]
@@ -279,7 +281,7 @@ class Step:
                     [t[:, : sealing * GROUP].reshape(t.shape[0], sealing, GROUP, t.shape[-1]) for t in tail],
                 )
             rest[index] = [t[:, sealing * GROUP :] for t in tail]
-        mx.eval(groups, rest)
+        mx.eval(groups, [t for tails in rest.values() for t in tails if isinstance(t, mx.array)])
         if sealing:
             for position in range(before, after, GROUP):
                 self._open_block(table, position)
@@ -313,14 +315,14 @@ class BatchQuantizedKVCache:
 
     Attributes:
         offset: tokens before this step; an int, or an array [rows] when the rows differ.
-        pending: bits (bfloat16 as uint16) of the step's keys and values, [rows, heads, length, width];
-            None when the native kernel has written them.
+        pending: bits (bfloat16 as uint16) of the step's keys and values, for each row [heads, length,
+            width], in MLX's or NumPy's arrays; None when the native kernel has written them.
     """
 
     def __init__(self, step: Step, layer: LayerSpec) -> None:
         self.step, self.layer = step, layer
         self.offset = step.offset
-        self.pending: tuple[mx.array, ...] | None = None
+        self.pending: tuple[Any, ...] | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Take the step's keys and values, [rows, heads, length, width]; give back what will be kept.

@@ -6,6 +6,8 @@ the kernel share memory; a layer's queries are evaluated before the kernel reads
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import numpy as np
 
@@ -122,6 +124,43 @@ class NativeAttention:
             sinks=None if sinks is None else np.array(sinks.astype(mx.float32)),
         )
         return mx.array(out.swapaxes(0, 1))
+
+    def attend(
+        self,
+        cache: BatchQuantizedKVCache,
+        spans: Sequence[slice],
+        scale: float,
+        queries: native.F32,
+        keys: native.F32,
+        values: native.F32,
+        out: native.F32,
+    ) -> None:
+        """A layer of a step whose arrays are in the host's memory, all rows' tokens one after the other.
+
+        Args:
+            spans: each row's tokens. A decode step's have one each, and their KV is written; otherwise it
+                is left with the cache until the step is committed.
+            queries, out: float32 [tokens, query heads, width]. keys, values: [tokens, heads, width].
+        """
+        layer, step = cache.layer, cache.step
+        handle = self.handle(layer, queries.shape[1])
+        if step.decoding:
+            handle.decode(self._tables(step, layer, 1), queries, keys, values, out, scale=scale)
+            return
+        tables = self._tables(step, layer, 0)
+        for row, span in enumerate(spans):
+            handle.prefill(
+                tables,
+                row,
+                queries[span],
+                keys[span],
+                values[span],
+                out[span],
+                window=layer.window,
+                scale=scale,
+            )
+        kept = ((x.view(np.uint32) >> 16).astype(np.uint16) for x in (keys, values))
+        cache.pending = tuple([bits[span].swapaxes(0, 1) for span in spans] for bits in kept)
 
     def seal(self, table: AgentTable, page: int) -> None:
         """Quantise a page of every layer into its place in the table's block."""

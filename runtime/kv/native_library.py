@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-_ABI = 3
+_ABI = 4
 
 
 class NativeUnavailable(RuntimeError):
@@ -52,6 +52,15 @@ def _load() -> ctypes.CDLL:
         "offbook_gated": (
             ctypes.c_int,
             [pointer, ctypes.c_int, integer, integer, pointer, pointer],
+        ),
+        "offbook_block_in": (
+            ctypes.c_int,
+            [pointer, integer, pointer, pointer, pointer, ctypes.c_int, pointer],
+        ),
+        "offbook_block_out": (ctypes.c_int, [pointer, integer, pointer, pointer]),
+        "offbook_head": (
+            ctypes.c_int,
+            [pointer, pointer, ctypes.c_float, integer, integer, pointer, pointer],
         ),
         "offbook_threads": (None, [ctypes.c_int]),
         "offbook_isa": (ctypes.c_char_p, [ctypes.c_char_p]),

@@ -81,21 +81,25 @@ static void gated_task(void *job, int64_t index, int worker) {
         isa->gate(c->kind, n, gate + r * n, up + r * n, c->hidden + r * padded(c->gate->n) + from);
 }
 
-/* y [m, n of down] = down(activation(gate(x)) * up(x)), the three layers given in this order. */
+/* y [m, n of down] = down(activation(gate(x)) * up(x)), the three layers given in this order. `hidden`: room for
+ * [m, padded n of gate]; the private regions hold what `task_floats` says of both tasks' rows. */
+static void gated_run(const struct linear *layers, int kind, struct input x, float *hidden, float *y) {
+    const int64_t m = x.m, inner = layers->n, row = padded(inner);
+    struct gated_call g = {layers, layers + 1, x, task_rows(2, x.k), kind, hidden};
+    struct linear_call d = {layers + 2, {hidden, m, inner, row}, 1, task_rows(1, inner), y};
+    for (int64_t r = 0; r < m; r++) memset(hidden + r * row + inner, 0, (size_t)(row - inner) * 4);
+    pool_run(gated_task, &g, (uint32_t)over(inner, g.rows), few_products(2 * inner * x.k, m));
+    linear_run(&d);
+}
+
 API int offbook_gated(const struct linear *layers, int kind, int64_t m, int64_t k, const float *x, float *y) {
-    int64_t inner = layers->n, row = padded(inner);
-    struct gated_call g = {layers, layers + 1, {NULL, m, k, 0}, task_rows(2, k), kind, NULL};
-    struct linear_call d = {layers + 2, {NULL, m, inner, row}, 1, task_rows(1, inner), y};
+    const int64_t inner = layers->n, row = padded(inner);
     pthread_mutex_lock(&pool.gate);
     int failed = reserve(&shared, (size_t)(m * (padded(k) + row)) * 4) ||
-                 reserve_private(task_floats(most(g.rows, d.rows), m) * 4);
+                 reserve_private(task_floats(most(task_rows(2, k), task_rows(1, inner)), m) * 4);
     if (!failed) {
-        g.hidden = (float *)shared.data;
-        g.x = arrange(x, m, k, g.hidden + m * row);
-        d.x.data = g.hidden;
-        for (int64_t r = 0; r < m; r++) memset(g.hidden + r * row + inner, 0, (size_t)(row - inner) * 4);
-        pool_run(gated_task, &g, (uint32_t)over(inner, g.rows), few_products(2 * inner * k, m));
-        linear_run(&d);
+        float *hidden = (float *)shared.data;
+        gated_run(layers, kind, arrange(x, m, k, hidden + m * row), hidden, y);
     }
     pthread_mutex_unlock(&pool.gate);
     return failed ? -1 : 0;

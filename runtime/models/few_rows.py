@@ -7,7 +7,7 @@ arrays.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import mlx.core as mx
@@ -34,7 +34,9 @@ def few_rows(module: nn.Module, x: mx.array, limit: int) -> F32 | None:
     return values if values.flags.c_contiguous else np.ascontiguousarray(values)
 
 
-class _Layer(ctypes.Structure):
+class LinearStruct(ctypes.Structure):
+    """A linear layer as the kernel's calls take it."""
+
     _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("outputs", ctypes.c_int64)]
 
 
@@ -48,11 +50,15 @@ class Weights:
         self.inputs = [int(weight.shape[1]) for weight, _ in self.arrays]
         self.fit = all(_readable(array) for pair in self.arrays for array in pair)
         if self.fit:
-            self._struct = (_Layer * len(modules))()
-            for layer, (weight, bias) in zip(self._struct, self.arrays, strict=True):
-                layer.weight, layer.outputs = address(weight), weight.shape[0]
-                layer.bias = 0 if bias is None else address(bias)
+            self._struct = (LinearStruct * len(modules))()
+            self.fill(self._struct)
             self.pointer = ctypes.addressof(self._struct)
+
+    def fill(self, structs: Iterable[LinearStruct]) -> None:
+        """Make ``structs`` point to the layers' arrays, which this object keeps alive."""
+        for layer, (weight, bias) in zip(structs, self.arrays, strict=True):
+            layer.weight, layer.outputs = address(weight), weight.shape[0]
+            layer.bias = 0 if bias is None else address(bias)
 
     def of(self, modules: Sequence[nn.Module]) -> bool:
         """Whether these are still the modules and their arrays."""

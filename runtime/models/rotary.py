@@ -14,10 +14,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.rope_utils import Llama3RoPE
+from numpy.typing import NDArray
 
 from .few_rows import F32, few_rows
 
-_Known = tuple[tuple[int, int, Any], F32, F32]
+_Known = tuple[Any, F32, F32]
 
 
 class Angles:
@@ -29,16 +30,24 @@ class Angles:
     def of(self, rope: Any, rows: int, length: int, offset: int | mx.array) -> tuple[F32, F32]:
         """Cosines and sines [rows or 1, 1, length, dims / 2] at ``offset`` and the positions behind it."""
         at: Any = offset if isinstance(offset, int) else np.asarray(offset).tobytes()
+        return self._turned(rope, (rows, length, at), 1 if isinstance(offset, int) else rows, length, offset)
+
+    def at(self, rope: Any, positions: NDArray[np.int64]) -> tuple[F32, F32]:
+        """Cosines and sines [positions, dims / 2]."""
+        count = len(positions)
+        pair = self._turned(rope, positions.tobytes(), count, 1, mx.array(positions.astype(np.int32)))
+        return pair[0].reshape(count, -1), pair[1].reshape(count, -1)
+
+    def _turned(self, rope: Any, key: Any, rows: int, length: int, offset: int | mx.array) -> tuple[F32, F32]:
         known = self._known
-        if known is None or known[0] != (rows, length, at):
-            unit = np.zeros((1 if isinstance(offset, int) else rows, 1, length, rope.dims), np.float32)
+        if known is None or known[0] != key:
+            unit = np.zeros((rows, 1, length, rope.dims), np.float32)
             first, second = halves(rope, unit)
             first[...] = 1
             turned = np.asarray(rope.plainly(mx.array(unit), offset))
             first, second = halves(rope, turned)
-            known = (rows, length, at), np.ascontiguousarray(first), np.ascontiguousarray(second)
-            self._known = known
-        return known[1:]
+            known = self._known = key, np.ascontiguousarray(first), np.ascontiguousarray(second)
+        return known[1], known[2]
 
 
 def halves(rope: Any, x: F32) -> tuple[F32, F32]:
@@ -49,10 +58,12 @@ def halves(rope: Any, x: F32) -> tuple[F32, F32]:
     return x[..., : dims // 2], x[..., dims // 2 : dims]
 
 
-class _Rotary:
+class Rotary:
     """What a changed module's class begins with."""
 
     plain: type[nn.Module]
+    dims: int
+    traditional: bool
     _angles: Angles
     _limit: int
 
@@ -79,11 +90,11 @@ class _Rotary:
         return mx.array(out)
 
 
-class NativeRoPE(_Rotary, nn.RoPE):  # type: ignore[misc]  # mlx has no annotations
+class NativeRoPE(Rotary, nn.RoPE):  # type: ignore[misc]  # mlx has no annotations
     plain = nn.RoPE
 
 
-class NativeLlama3RoPE(_Rotary, Llama3RoPE):  # type: ignore[misc]
+class NativeLlama3RoPE(Rotary, Llama3RoPE):  # type: ignore[misc]
     plain = Llama3RoPE
 
 
@@ -101,7 +112,7 @@ def install(model: nn.Module, limit: int) -> None:
 
 def uninstall(model: nn.Module) -> None:
     for _, module in model.named_modules():
-        if isinstance(module, _Rotary):
+        if isinstance(module, Rotary):
             del module._angles, module._limit
             cast(Any, module).__class__ = module.plain
 

@@ -1,0 +1,338 @@
+"""A whole forward of few rows on the CPU, layer by layer in the native kernel, with MLX looking on.
+
+MLX computes a forward as a graph of some nine hundred small operations, and each native product in it is a
+hand-over between threads. With few rows (a decode step, the short prefill of a turn whose memory was
+restored) these cost as much as the products. Most models are the same thing with small variations: RMS
+norms, projections with rotary positions, attention, a gated block, residual sums. ``find`` takes such a
+model's parts by name and is strict about what they compute: a model is served here only if, on some tokens,
+what comes out is what the model itself gives. All others, more rows, and other dtypes go the usual way.
+
+A row's result has the same bits alone and in any batch; rows may have different numbers of tokens, and
+nothing is padded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from numpy.typing import NDArray
+
+from ..kv import native_library
+from ..kv.cache import Step
+from ..kv.probe import make_caches
+from ..kv.spec import ModelCacheSpec
+from .few_rows import F32, LIMITS, LinearStruct, Weights, address
+from .gated import ACTIVATIONS, NAMES
+from .rotary import Angles, Rotary
+
+Attend = Callable[[int, float, F32, F32, F32, F32], None]
+"""(layer, scale, queries [tokens, heads, width], keys and values [tokens, kv heads, width], out)."""
+
+TOLERANCE = 1e-3
+"""Largest difference from the model's hidden states, as a share of their largest number."""
+
+NORMS = (
+    # before attention, after it, before the gated block, after it
+    ("input_layernorm", None, "post_attention_layernorm", None),
+    (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+)
+
+
+_NORM_FIELDS = (
+    "before_attention",
+    "of_queries",
+    "of_keys",
+    "after_attention",
+    "before_gated",
+    "after_gated",
+)
+
+
+class _Block(ctypes.Structure):
+    _fields_ = [
+        ("projections", LinearStruct * 3),
+        ("output", LinearStruct * 1),
+        ("gated", LinearStruct * 3),
+        *((name, ctypes.c_void_p) for name in _NORM_FIELDS),
+        *((name, ctypes.c_int64) for name in ("hidden", "heads", "kv_heads", "width")),
+        *((name, ctypes.c_int64) for name in ("turned", "neighbours", "activation")),
+        ("eps", ctypes.c_float),
+    ]
+
+
+def _turns(rope: Any) -> bool:
+    return isinstance(rope, Rotary)
+
+
+class _Unlike(Exception):
+    """The model is built in another way."""
+
+
+def _norm(module: Any) -> tuple[F32, float] | None:
+    """A norm's factors and epsilon; the factors may be kept as the difference from 1."""
+    if module is None:
+        return None
+    weight, eps = module.get("weight"), getattr(module, "eps", None)
+    if weight is None or eps is None or weight.dtype != mx.float32 or set(module.parameters()) != {"weight"}:
+        raise _Unlike("a norm of another kind")
+    x = mx.array(np.random.default_rng(1).standard_normal((1, weight.size), np.float32))
+    got = np.asarray(module(x))
+    for factors in (weight, 1.0 + weight):
+        if np.allclose(got, np.asarray(mx.fast.rms_norm(x, factors, eps)), rtol=1e-5, atol=1e-6):
+            return np.array(factors), float(eps)
+    raise _Unlike("a norm that computes something else")
+
+
+@dataclass
+class _Layer:
+    """One layer's parts, and the struct that points to them."""
+
+    block: _Block
+    scale: float
+    angles: Angles
+    rope: Any
+    norms: list[F32]
+    """Keeps the struct's memory."""
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.block)
+
+
+def _layer(module: Any, activation: int, names: Sequence[str | None], weights: list[Weights]) -> _Layer:
+    attention, gated = getattr(module, "self_attn", None), getattr(module, "mlp", None)
+    if attention is None or gated is None:
+        raise _Unlike("no self_attn or mlp")
+    projections = [attention.get(name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    three = next((n for n in NAMES if all(isinstance(gated.get(name), nn.Linear) for name in n)), None)
+    rope = attention.get("rope")
+    if (
+        three is None
+        or not all(isinstance(p, nn.Linear) for p in projections)
+        or not isinstance(rope, Rotary)
+    ):
+        raise _Unlike("other projections")
+    held = [Weights(projections[:3]), Weights(projections[3:]), Weights([gated.get(name) for name in three])]
+    if not all(w.fit for w in held):
+        raise _Unlike("weights that are not float32")
+    weights += held
+    heads, kv_heads = attention.n_heads, attention.n_kv_heads
+    width, hidden = held[0].outputs[0] // heads, held[0].inputs[0]
+    if held[0].outputs != [heads * width, kv_heads * width, kv_heads * width] or rope.dims > width:
+        raise _Unlike("heads of different widths")
+    if (
+        held[1].inputs != [heads * width]
+        or held[1].outputs != [hidden]
+        or held[2].inputs != [hidden, hidden, held[2].outputs[0]]
+        or held[2].outputs[2] != hidden
+    ):
+        raise _Unlike("sizes that do not meet")
+    found = [
+        _norm(module.get(names[0])),
+        _norm(attention.get("q_norm")),
+        _norm(attention.get("k_norm")),
+        *(_norm(module.get(name) if name else None) for name in names[1:]),
+    ]
+    sizes = (hidden, width, width, hidden, hidden, hidden)
+    if (
+        found[0] is None
+        or found[4] is None
+        or any(
+            bool(n) != (f is not None)
+            for n, f in zip((names[0], *names[1:]), (found[0], *found[3:]), strict=True)
+        )
+    ):
+        raise _Unlike("norms elsewhere")  # fmt: skip
+    if any(f is not None and f[0].shape != (size,) for f, size in zip(found, sizes, strict=True)):
+        raise _Unlike("norms of other sizes")
+    block = _Block(
+        hidden=hidden, heads=heads, kv_heads=kv_heads, width=width, turned=rope.dims,
+        neighbours=int(bool(rope.traditional)), activation=activation, eps=found[0][1],
+    )  # fmt: skip
+    if any(f is not None and f[1] != found[0][1] for f in found):
+        raise _Unlike("norms with different epsilons")
+    for name, norm in zip(_NORM_FIELDS, found, strict=True):
+        setattr(block, name, None if norm is None else address(norm[0]))
+    for parts, structs in zip(held, (block.projections, block.output, block.gated), strict=True):
+        parts.fill(structs)
+    return _Layer(block, float(attention.scale), rope._angles, rope, [f[0] for f in found if f is not None])
+
+
+class Decoder:
+    """A model's forward in the kernel. Made by ``find``.
+
+    Attributes:
+        limit: tokens in one forward up to which this is faster than MLX's way.
+    """
+
+    def __init__(
+        self, model: nn.Module, head: nn.Module, activation: int, names: Sequence[str | None]
+    ) -> None:
+        body: Any = model.model
+        self._weights: list[Weights] = []
+        self._layers = [_layer(layer, activation, names, self._weights) for layer in body.layers]
+        final = _norm(body.get("norm"))
+        if final is None:
+            raise _Unlike("no last norm")
+        self._final, self._eps = final
+        self.hidden = self._layers[0].block.hidden
+        self._head = Weights([head])
+        self._embedding = body.embed_tokens
+        table = body.embed_tokens.weight
+        if not self._head.fit or self._head.inputs != [self.hidden] or table.dtype != mx.float32:
+            raise _Unlike("a head or an embedding of another kind")
+        self._weights.append(self._head)
+        self._table_array, self._table = table, np.asarray(table)
+        if self._table.shape[1] != self.hidden or self._final.shape != (self.hidden,):
+            raise _Unlike("hidden states of different sizes")
+        self.factor = np.float32(1)
+        self.limit = LIMITS[native_library.instruction_set_in_use()]
+        library = native_library.library()
+        self._in, self._out, self._logits = (
+            library.offbook_block_in,
+            library.offbook_block_out,
+            library.offbook_head,
+        )
+
+    def current(self) -> bool:
+        """Whether the model still holds the arrays that were found in it."""
+        return self._embedding.weight is self._table_array and all(w.of(w.modules) for w in self._weights)
+
+    def hidden_states(
+        self, tokens: NDArray[Any], positions: NDArray[np.int64], attend: Attend, *, rounded: bool
+    ) -> F32:
+        """What leaves the last layer, [tokens, hidden], before the last norm.
+
+        Args:
+            tokens, positions: of all rows, one after the other.
+            attend: one layer's attention, which fills its last argument.
+            rounded: keys and values as bfloat16 would keep them.
+        """
+        count = len(tokens)
+        x: F32 = self._table[tokens] * self.factor
+        at_x = address(x)
+        for index, layer in enumerate(self._layers):
+            block = layer.block
+            heads, kv_heads, width = block.heads, block.kv_heads, block.width
+            size = (heads + 2 * kv_heads) * width
+            cosines, sines = layer.angles.at(layer.rope, positions)
+            # Fresh memory for every layer: keys and values are kept until the step is committed.
+            projected = np.empty(count * size, np.float32)
+            attended = np.empty((count, heads, width), np.float32)
+            if self._in(
+                layer.address, count, at_x, address(cosines), address(sines), rounded, address(projected)
+            ):
+                raise MemoryError("the layer kernel could not get working memory")
+            ends = count * heads * width, count * (heads + kv_heads) * width
+            attend(
+                index,
+                layer.scale,
+                projected[: ends[0]].reshape(count, heads, width),
+                projected[ends[0] : ends[1]].reshape(count, kv_heads, width),
+                projected[ends[1] :].reshape(count, kv_heads, width),
+                attended,
+            )
+            if self._out(layer.address, count, address(attended), at_x):
+                raise MemoryError("the layer kernel could not get working memory")
+        return x
+
+    def logits(self, hidden: F32) -> F32:
+        """[rows, vocabulary] of hidden states [rows, hidden]."""
+        out = np.empty((len(hidden), self._head.outputs[0]), np.float32)
+        if self._logits(
+            self._head.pointer, address(self._final), self._eps, len(hidden), self.hidden,
+            address(hidden), address(out),
+        ):  # fmt: skip
+            raise MemoryError("the layer kernel could not get working memory")
+        return out
+
+    # ---- one step over the pool
+
+    def forward(
+        self, rows: Sequence[NDArray[Any]] | NDArray[Any], step: Step, *, logits: bool
+    ) -> mx.array | None:
+        """Run a step: ``rows`` are the new tokens of each row; logits [rows, vocabulary] of their last ones.
+
+        Leaves the step as a forward of the model does: to be committed.
+        """
+        counts = [len(row) for row in rows]
+        ends = np.cumsum(counts)
+        spans = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        positions = np.concatenate(
+            [np.arange(past, past + count) for past, count in zip(step.past, counts, strict=True)]
+        )
+
+        def attend(index: int, scale: float, queries: F32, keys: F32, values: F32, out: F32) -> None:
+            step.native.attend(step.caches[index], spans, scale, queries, keys, values, out)
+
+        tokens = np.concatenate(rows)
+        hidden = self.hidden_states(tokens, positions, attend, rounded=not step.decoding)
+        return mx.array(self.logits(hidden[ends - 1])) if logits else None
+
+
+def find(model: nn.Module, spec: ModelCacheSpec) -> Decoder | None:
+    """The kernel's forward of this model, or None if it is not one of those it computes.
+
+    Call after ``linear.install`` and with every layer's cache known.
+    """
+    body: Any = getattr(model, "model", None)
+    if (
+        not native_library.available()
+        or any(layer.kind not in ("full", "window") for layer in spec.layers)
+        or not getattr(body, "layers", None)
+        or len(body.layers) != len(spec.layers)
+        or getattr(body, "embed_tokens", None) is None
+    ):
+        return None
+    heads = [getattr(model, "lm_head", None), body.embed_tokens]
+    tokens = np.random.default_rng(2).integers(0, body.embed_tokens.weight.shape[0], 8)
+    ids = mx.array(tokens[None].astype(np.uint32))
+    expected = np.asarray(model(ids, cache=list(make_caches(model)))[0])
+    root = np.float32(
+        np.asarray(mx.array(body.embed_tokens.weight.shape[1] ** 0.5).astype(mx.bfloat16).astype(mx.float32))
+    )
+    for names in NORMS:
+        for activation in ACTIVATIONS:
+            for head in heads:
+                if head is None:
+                    continue
+                try:
+                    decoder = Decoder(model, head, activation, names)
+                except (_Unlike, AttributeError, TypeError):
+                    continue
+                for factor in (1, root):
+                    decoder.factor = np.float32(factor)
+                    if _agrees(decoder, tokens, expected):
+                        return decoder
+    return None
+
+
+def _agrees(decoder: Decoder, tokens: NDArray[Any], expected: F32) -> bool:
+    positions = np.arange(len(tokens))
+    hidden = decoder.hidden_states(tokens, positions, _plain_attention, rounded=False)
+    got = decoder.logits(hidden)
+    return got.shape == expected.shape and bool(
+        np.all(np.abs(got - expected) <= TOLERANCE * np.abs(expected).max())
+    )
+
+
+def _plain_attention(index: int, scale: float, queries: F32, keys: F32, values: F32, out: F32) -> None:
+    """Causal attention without a history."""
+    count, heads, _ = queries.shape
+    repeats = heads // keys.shape[1]
+    seen = np.tril(np.ones((count, count), bool))
+    for head in range(heads):
+        scores = queries[:, head] @ keys[:, head // repeats].T * np.float32(scale)
+        weights = np.exp(np.where(seen, scores - scores.max(axis=-1, keepdims=True), -np.inf))
+        out[:, head] = (weights / weights.sum(axis=-1, keepdims=True)) @ values[:, head // repeats]
