@@ -88,7 +88,8 @@ class Actor:
 
     Annotated fields are the state: stored with every turn, restored after a restart, refused at commit if
     they cannot be stored. Names that start with an underscore and ``ClassVar`` are not state. Other
-    attributes cannot be set, so nothing is lost by accident.
+    attributes cannot be set, so nothing is lost by accident. A field that is stored and not annotated (any
+    more) is kept unread; it is there again when the annotation is, and ``migrate_from`` may drop it.
 
     Class attributes:
         kind: first part of the address; default: the class name in lower case. Stored: keep it stable.

@@ -183,7 +183,7 @@ class Agent(Actor):
         birth = Birth(
             kind=spec.kind,
             version=spec.schema.version,
-            state=spec.schema.initial({**values, **changes}),
+            state=spec.schema.initial({**values, **changes}, like=self),
             topics=spec.topics,
             ticks=tuple(spec.ticks.items()),
             first_turn=spec.has_first_turn,

@@ -4,13 +4,19 @@ Owns the stored form of an actor's state. It is a msgpack map of the annotated f
 class's ``state_version``. Every encoded state is decoded again before it is accepted, so a value that
 would not come back as it is (a wrong type, a foreign object, a subclass with extra fields) is refused when
 the turn commits, with its path, and never found out after a restart.
+
+Stored fields that the class does not have are *carried*: kept as their bytes, unread, and written again with
+every commit. So a field that one release adds survives a roll-back to the one before, and a removed field is
+there again when its annotation is. ``migrate_from`` is how a class lets go of one: what it returns is all
+there is. This holds for the actor's own fields; structs inside them are read and written as their class has
+them.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -18,10 +24,24 @@ from offbook.bus.errors import InvalidRequest, StateNotLoadable, StateNotStorabl
 
 from .message import names
 
+_fields = msgspec.msgpack.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.msgpack.Encoder().encode
 _encode_sorted = msgspec.msgpack.Encoder(order="deterministic").encode
 
+S = TypeVar("S")
+
 Migrate = Callable[[int, dict[str, Any]], dict[str, Any]]
+
+Carried = dict[str, msgspec.Raw]
+
+_CARRIED = "_offbook_carried"
+"""Attribute of actors and loaded states: the fields that the class does not have."""
+
+
+def carried(holder: Any) -> Carried:
+    """The stored fields that the class of an actor, or of a loaded state, does not have."""
+    found: Carried = getattr(holder, _CARRIED, {})
+    return found
 
 
 class StateSchema:
@@ -52,11 +72,12 @@ class StateSchema:
             f"{kind}_state",
             [_field(name, kind_of, defaults) for name, kind_of in fields.items()],
             kw_only=True,
+            dict=True,  # for what is carried along
         )
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(self._struct)
 
-    def initial(self, values: Mapping[str, Any]) -> bytes:
-        """The stored form of a new actor's state.
+    def initial(self, values: Mapping[str, Any], *, like: Any = None) -> bytes:
+        """The stored form of a new actor's state; it carries what the actor ``like`` does.
 
         Raises:
             InvalidRequest: a required field is missing, a field is unknown, or a value has the wrong type.
@@ -73,7 +94,7 @@ class StateSchema:
                 f"{self.kind} needs a value for {names(missing)}, which has no default", fields=missing
             )
         try:
-            return self.dump(self._struct(**values))[0]
+            return self.dump(_carry(self._struct(**values), carried(like)))[0]
         except StateNotStorable as exc:
             raise InvalidRequest(exc.message, exc.details) from exc
 
@@ -81,6 +102,7 @@ class StateSchema:
         """Set the fields of an actor instance from a loaded state."""
         for name in self.names:
             object.__setattr__(target, name, getattr(state, name))
+        _carry(target, carried(state))
 
     def capture(self, source: Any) -> msgspec.Struct:
         """The current field values of an actor instance.
@@ -96,7 +118,7 @@ class StateSchema:
                 raise StateNotStorable(
                     f"{self.kind}: the state field $.{name} was deleted", path=f"$.{name}"
                 ) from None
-        return self._struct(**values)
+        return _carry(self._struct(**values), carried(source))
 
     def dump(self, state: msgspec.Struct) -> tuple[bytes, msgspec.Struct]:
         """The stored form, and the state as a restart would see it.
@@ -123,7 +145,10 @@ class StateSchema:
                 f"annotated type exactly",
                 path=path,
             )
-        return raw, again
+        kept = carried(state)
+        if kept:
+            raw = _encode(_fields(raw) | kept)
+        return raw, _carry(again, kept)
 
     def load(self, raw: bytes, version: int, actor: str) -> msgspec.Struct:
         """A stored state.
@@ -146,6 +171,7 @@ class StateSchema:
                     raise TypeError(f"migrate_from must return a dict, not {type(new).__name__}")
                 raw = _encode(new)
             state: msgspec.Struct = self._decoder.decode(raw)
+            kept = {name: value.copy() for name, value in _fields(raw).items() if name not in self.names}
         except Exception as exc:
             path = _path_in(str(exc))
             hint = (
@@ -160,7 +186,13 @@ class StateSchema:
                 known=self.version,
                 path=path,
             ) from exc
-        return state
+        return _carry(state, kept)
+
+
+def _carry(holder: S, kept: Carried) -> S:
+    if kept or carried(holder):
+        setattr(holder, _CARRIED, kept)
+    return holder
 
 
 class _Factory:

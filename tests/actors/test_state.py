@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 
 from offbook.actors import Actor, Agent, InvalidRequest, Message, StateNotLoadable, StateNotStorable, on
 from offbook.actors.actor import make, spec_of
+from offbook.actors.testing import stored_state, team
 
 
 class Note(msgspec.Struct):
@@ -159,6 +161,70 @@ def test_added_fields_take_their_defaults_and_removed_ones_are_ignored() -> None
     raw = spec_of(V1).schema.initial({"a": 5, "gone": "x"})
     state: Any = spec_of(V2).schema.load(raw, 1, "thing/x")
     assert (state.a, state.b) == (5, ["new"])
+
+
+def test_a_field_that_the_class_does_not_have_is_kept_for_one_that_has_it() -> None:
+    class New(Actor):
+        kind = "thing"
+        a: int = 1
+        extra: dict[str, list[int]] = {}
+
+    class Old(Actor):
+        kind = "thing"
+        a: int = 0
+
+    new, old = spec_of(New).schema, spec_of(Old).schema
+    raw = new.initial({"a": 5, "extra": {"x": [1, 2]}})
+    for turn in range(3):  # turns of the older release
+        actor: Any = make(spec_of(Old), "thing/x", turn, old.load(raw, 1, "thing/x"))
+        assert not hasattr(actor, "extra")
+        actor.a += 1
+        raw, state = old.dump(old.capture(actor))
+        old.install(actor, state)  # as after a commit
+        assert old.dump(old.capture(actor))[0] == raw  # nothing changed, nothing to write
+    back: Any = new.load(raw, 1, "thing/x")
+    assert (back.a, back.extra) == (8, {"x": [1, 2]})
+    assert new.load(old.initial({"a": 1}, like=actor), 1, "thing/fork") == new.load(
+        new.initial({"a": 1, "extra": {"x": [1, 2]}}), 1, "thing/fork"
+    )
+
+
+def test_what_migrate_from_leaves_out_is_gone_and_what_it_leaves_in_is_kept() -> None:
+    class V1(Actor):
+        kind = "thing"
+        dropped: str = "d"
+        kept: str = "k"
+
+    class V2(Actor):
+        kind = "thing"
+        state_version = 2
+
+        @classmethod
+        def migrate_from(cls, version: int, state: dict[str, Any]) -> dict[str, Any]:
+            del state["dropped"]
+            return state
+
+    schema = spec_of(V2).schema
+    raw, _ = schema.dump(schema.load(spec_of(V1).schema.initial({}), 1, "thing/x"))
+    assert msgspec.msgpack.decode(raw) == {"kept": "k"}
+
+
+def test_a_field_that_comes_back_with_another_type_is_an_error_not_a_loss() -> None:
+    class V1(Actor):
+        kind = "thing"
+        a: str = "text"
+
+    class V2(Actor):
+        kind = "thing"
+
+    class V3(Actor):
+        kind = "thing"
+        a: int = 0
+
+    schema = spec_of(V2).schema
+    raw, _ = schema.dump(schema.load(spec_of(V1).schema.initial({}), 1, "thing/x"))
+    with pytest.raises(StateNotLoadable, match=r"\$\.a.*migrate_from"):
+        spec_of(V3).schema.load(raw, 1, "thing/x")
 
 
 def test_an_added_field_without_default_names_version_and_field() -> None:
@@ -318,3 +384,35 @@ def test_messages_and_handlers_may_be_local_to_a_function() -> None:
     assert set(spec_of(Sub).handlers) == {"Local", "Other"}
     assert spec_of(Sub).schema.names == {"seen", "more"}
     assert spec_of(Here).kind == "here"
+
+
+async def test_rolling_a_release_back_and_forth_loses_no_field(tmp_path: Path) -> None:
+    class Count(Message):
+        pass
+
+    class Newer(Actor):
+        kind = "thing"
+        count: int = 0
+        extra: list[str] = []
+
+        @on
+        async def go(self, msg: Count) -> None:
+            self.count += 1
+
+    class Older(Actor):
+        kind = "thing"
+        count: int = 0
+
+        @on
+        async def go(self, msg: Count) -> None:
+            self.count += 1
+
+    for release in (Newer, Older, Newer):
+        async with team(tmp_path, engine=False) as (host, _):
+            await host.spawn(release, "t", **({"extra": ["kept"]} if release is Newer else {}))
+            for _turn in range(2):
+                await host.tell("thing/t", Count())
+            await host.idle()
+            assert (await stored_state(host, "thing/t"))["extra"] == ["kept"]
+    async with team(tmp_path, engine=False) as (host, _):
+        assert await stored_state(host, "thing/t") == {"count": 6, "extra": ["kept"]}
