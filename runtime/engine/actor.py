@@ -173,7 +173,7 @@ class EngineActor:
         constraint = None
         if request.json_schema is not None:
             constraint = await anyio.to_thread.run_sync(
-                constrain.compile_schema, request.json_schema, self.loop.loaded
+                constrain.compile_schema, request.json_schema, self.loop.loaded, request.sampling.max_tokens
             )
         system, messages, sampling = request.memory.system, request.messages, request.sampling
         prompt, persona = await anyio.to_thread.run_sync(self._render, system, transcript, messages)
@@ -195,7 +195,10 @@ class EngineActor:
             kept=fitted.kept,
             max_tokens=sampling.max_tokens,
             sampler=Sampler(sampling),
-            text=TextStream(self.loop.loaded.tokenizer.detokenizer, sampling.stop),
+            text=TextStream(
+                self.loop.loaded.tokenizer.detokenizer if constraint is None else constraint.detokenizer(),
+                sampling.stop,
+            ),
             emit=lambda job, event: None,
             origin=request.memory.origin,
             pinned=request.memory.pinned,

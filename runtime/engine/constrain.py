@@ -1,6 +1,8 @@
-"""Typed replies: decoding constrained to a JSON schema, with llguidance.
+"""Typed replies: decoding constrained to a JSON schema, with llguidance, and complete within ``max_tokens``.
 
-Owns the compiling of schemas (off the step thread, cached by the tokenizer) and one matcher per row.
+Owns the compiling of schemas (off the step thread, the latest ones kept) and one ``Constraint`` per row.
+A constraint always knows tokens that complete the reply, and takes no token after which none fit what is
+left of ``max_tokens``: whatever a model would say, and wherever it would ramble on, the reply is whole.
 Constrained rows decode in the same batch as the others: only their logits are masked.
 """
 
@@ -8,77 +10,176 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import llguidance
-import llguidance.hf
-import llguidance.numpy as ll_numpy
 import mlx.core as mx
 import numpy as np
 
 from offbook.bus.errors import InvalidRequest
 
+from .closing import closing, completes
+from .sampling import Sampler
+from .schema import enforceable
+from .text import BytesDetokenizer
+from .vocabulary import Vocabulary, vocabulary_of
+
+KEPT = 64
+"""Compiled schemas that are kept."""
+
+THOROUGH, QUICK = 4000, 300
+"""Places that are looked at for the shortest reply of a schema, and for the end of a begun one."""
+
+DRAWS = 4
+"""Tokens that are tried at one place before the shortest way to the end is taken."""
+
 _LOCK = threading.Lock()
-_TOKENIZERS: dict[int, tuple[Any, Any]] = {}
-"""By the model's id: the model, held so that its id is not another's, and llguidance's tokenizer."""
+_COMPILED: OrderedDict[tuple[int, str], tuple[Vocabulary, Any, list[int]]] = OrderedDict()
 
 
-def tokenizer_for(loaded: Any) -> Any:
-    """llguidance's form of the model's tokenizer; made once, it takes about a second.
+def compile_schema(schema: dict[str, Any], loaded: Any, max_tokens: int) -> Constraint:
+    """A constraint for one reply of at most ``max_tokens``.
 
     Raises:
-        InvalidRequest: the tokenizer is not one llguidance can use.
+        InvalidRequest: the schema uses something that cannot be enforced, or its shortest reply does not fit
+            (``details["needed"]`` says how many tokens it takes).
     """
+    vocabulary = vocabulary_of(loaded)
+    key = (id(vocabulary), json.dumps(schema))
     with _LOCK:
-        held = _TOKENIZERS.get(id(loaded))
-        known = held[1] if held is not None else None
-        if known is None:
-            inner = getattr(loaded.tokenizer, "_tokenizer", loaded.tokenizer)
-            try:
-                known = llguidance.hf.from_tokenizer(inner, eos_token=sorted(loaded.eos_token_ids))
-            except ValueError as error:
-                raise InvalidRequest(f"typed replies need a fast tokenizer: {error}") from error
-            _TOKENIZERS[id(loaded)] = (loaded, known)
-        return known
+        known = _COMPILED.pop(key, None)
+    if known is None:
+        known = (vocabulary, *_compile(schema, vocabulary))
+    with _LOCK:
+        _COMPILED[key] = known
+        while len(_COMPILED) > KEPT:
+            _COMPILED.popitem(last=False)
+        matcher = known[1].deep_copy()
+    shortest = known[2]
+    if len(shortest) > max_tokens:
+        raise InvalidRequest(
+            f"max_tokens={max_tokens}: the shortest reply of this JSON schema takes {len(shortest)} tokens; "
+            f"give at least {len(shortest)}",
+            needed=len(shortest),
+        )
+    return Constraint(matcher, vocabulary, shortest)
 
 
-def compile_schema(schema: dict[str, Any], loaded: Any) -> Constraint:
-    """A constraint for one reply.
-
-    Raises:
-        InvalidRequest: the schema uses something that cannot be enforced; the message says what.
-    """
-    tokenizer = tokenizer_for(loaded)
+def _compile(schema: dict[str, Any], vocabulary: Vocabulary) -> tuple[Any, list[int]]:
+    """The matcher at its beginning, and the shortest reply."""
     grammar = llguidance.LLMatcher.grammar_from_json_schema(
-        json.dumps(schema), overrides={"whitespace_flexible": False}
+        json.dumps(enforceable(schema)), overrides={"whitespace_flexible": False}
     )
-    matcher = llguidance.LLMatcher(tokenizer, grammar)
-    error = matcher.get_error()
+    matcher = llguidance.LLMatcher(vocabulary.tokenizer, grammar, log_level=0)
+    error = " ".join(matcher.get_error().split())
     if error:
-        raise InvalidRequest(f"the reply's JSON schema cannot be enforced: {error}")
-    return Constraint(matcher, tokenizer.vocab_size)
+        raise InvalidRequest(f"the reply's JSON schema cannot be enforced: {error[:500]}")
+    shortest = closing(matcher, vocabulary, limit=1 << 20, effort=-THOROUGH)
+    if shortest is None:
+        raise InvalidRequest("the reply's JSON schema cannot be enforced: no text was found that is of it")
+    return matcher, shortest
 
 
 class Constraint:
-    """Which tokens may come next in one row."""
+    """Which tokens may come next in one row, and how the reply ends in time."""
 
-    def __init__(self, matcher: Any, vocabulary: int) -> None:
-        self._matcher = matcher
-        self._mask = ll_numpy.allocate_token_bitmask(1, vocabulary)
+    def __init__(self, matcher: Any, vocabulary: Vocabulary, shortest: list[int]) -> None:
+        self._matcher, self._vocabulary = matcher, vocabulary
+        self._closing = shortest
+        self._ended = False
+        self._lost = False
+        """The matcher has hit a limit of its own: what is known to complete the reply is all there is."""
 
     @property
     def finished(self) -> bool:
-        """Whether the reply is complete."""
-        return bool(self._matcher.is_stopped())
+        """Whether nothing can be added to the reply."""
+        return self._ended or (not self._closing and (self._lost or bool(self._matcher.is_stopped())))
 
-    def masked(self, logits: mx.array) -> mx.array:
-        """Logits [vocabulary] with impossible tokens at minus infinity."""
-        ll_numpy.fill_next_token_bitmask(self._matcher, self._mask, 0)
-        bits = np.unpackbits(self._mask[0].view(np.uint8), bitorder="little")[: logits.shape[-1]]
-        allowed = np.zeros(logits.shape[-1], np.bool_)
-        allowed[: len(bits)] = bits.astype(np.bool_)
-        return mx.where(mx.array(allowed), logits, -mx.inf)
+    @property
+    def complete(self) -> bool:
+        """Whether the reply may end here."""
+        return not self._closing
 
-    def accept(self, token: int) -> None:
-        """The row drew this token."""
-        self._matcher.consume_token(token)
+    def detokenizer(self) -> BytesDetokenizer:
+        """For the reply's text."""
+        return BytesDetokenizer(self._vocabulary.spelling)
+
+    def draw(self, sampler: Sampler, logits: mx.array, history: Sequence[int], left: int) -> int:
+        """The row's next token.
+
+        Args:
+            logits: [vocabulary]. history: the ids before. left: tokens there may still be, this one included.
+        """
+        if len(self._closing) >= left and self._closing:
+            self._look_for_shorter()
+        if self._lost or (self._closing and len(self._closing) >= left):
+            return self._close()
+        allowed = self._allowed(logits.shape[-1])
+        for _ in range(DRAWS):
+            if not allowed.any():
+                break
+            token = sampler.draw(mx.where(mx.array(allowed), logits, -mx.inf), history)
+            if allowed[token] and self._take(token, left - 1):
+                return token
+            allowed[token] = False
+        return self._close()
+
+    def _allowed(self, width: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which tokens the grammar allows now."""
+        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = np.zeros(width, np.bool_)
+        count = min(width, len(bits))
+        allowed[:count] = bits[:count]
+        if self._matcher.is_error():
+            self._lost = True
+            allowed[:] = False
+        return allowed
+
+    def _take(self, token: int, left: int) -> bool:
+        """Accept a token, if the reply can be completed within ``left`` more."""
+        if self._closing and token == self._closing[0]:
+            rest: list[int] | None = self._closing[1:]
+        else:
+            after = self._matcher.deep_copy()
+            if after.validate_tokens([token]) != 1 or not after.consume_token(token):
+                return False
+            rest = self._rest(after, left)
+        if rest is None or len(rest) > left:
+            return False
+        self._consume(token)
+        self._closing = rest
+        return True
+
+    def _rest(self, after: Any, left: int) -> list[int] | None:
+        """Tokens that complete the reply from there."""
+        if after.is_accepting():
+            return []
+        # Inside of a string, or behind what was part of it, the known end is still the end.
+        for skip in range(min(3, len(self._closing))):
+            rest = self._closing[skip:]
+            if len(rest) <= left and completes(after, rest):
+                return rest
+        return closing(after, self._vocabulary, limit=left, effort=QUICK)
+
+    def _look_for_shorter(self) -> None:
+        """The known end may have been found where the reply was not so far."""
+        if not self._lost:
+            shorter = closing(
+                self._matcher, self._vocabulary, limit=len(self._closing) - 1, effort=QUICK
+            )
+            self._closing = shorter if shorter is not None else self._closing
+
+    def _close(self) -> int:
+        """The next token of the known end; the end of the turn if the reply is complete."""
+        if not self._closing:
+            self._ended = True
+            return self._vocabulary.eos
+        token, *self._closing = self._closing
+        self._consume(token)
+        return token
+
+    def _consume(self, token: int) -> None:
+        if not self._lost and not self._matcher.consume_token(token):
+            self._lost = True

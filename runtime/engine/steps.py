@@ -205,15 +205,15 @@ class Steps:
             pairs = top_logprobs(logits, job.logprobs)
             decode = self._loaded.tokenizer.decode
             job.distributions.append({decode([i]): p for i, p in pairs})
-        if job.constraint is not None:
-            masked = job.constraint.masked(logits)
-            token = job.sampler.draw(masked, [*job.ids.tolist(), *job.generated])
-            job.constraint.accept(token)
-        elif job.sampler.greedy:
+        if job.constraint is None and job.sampler.greedy:
             token = likeliest
         else:
             history = [*job.ids[-job.sampler.params.repetition_context :].tolist(), *job.generated]
-            token = job.sampler.draw(logits, history)
+            if job.constraint is None:
+                token = job.sampler.draw(logits, history)
+            else:
+                left = job.max_tokens - len(job.generated)
+                token = job.constraint.draw(job.sampler, logits, history, left)
         self._drew(job, token)
 
     def _drew(self, job: Job, token: int) -> None:
@@ -229,7 +229,8 @@ class Steps:
         done = job.constraint is not None and job.constraint.finished
         reason: FinishReason | None = "stop" if job.text.stopped or done else None
         if reason is None and len(job.generated) >= job.max_tokens:
-            reason = "length"
+            # A number may be longer, and is one all the same.
+            reason = "stop" if job.constraint is not None and job.constraint.complete else "length"
         if piece and reason is None:
             job.emit(job, piece)
         elif reason is not None:

@@ -6,7 +6,8 @@ stop string nor a part of one reaches the stream.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -43,6 +44,30 @@ class StopMatcher:
         """The text still held back, at the end of generation."""
         rest, self.held = self.held, ""
         return rest
+
+
+class BytesDetokenizer:
+    """mlx-lm's streaming protocol over bytes: a typed reply's text is byte for byte what the grammar took.
+
+    Args:
+        spelling: the bytes of an id.
+    """
+
+    def __init__(self, spelling: Callable[[int], bytes]) -> None:
+        self._spelling = spelling
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._new = ""
+
+    def add_token(self, token: int) -> None:
+        self._new += self._decoder.decode(self._spelling(token))
+
+    def finalize(self) -> None:
+        self._new += self._decoder.decode(b"", final=True)
+
+    @property
+    def last_segment(self) -> str:
+        new, self._new = self._new, ""
+        return new
 
 
 class TextStream:

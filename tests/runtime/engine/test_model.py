@@ -102,7 +102,7 @@ def test_a_typed_reply_is_of_its_schema(speak: Callable[..., Any], smollm2: Any)
         "a",
         "Name a person and their age.",
         sampling=SamplingParams(max_tokens=60),
-        constraint=compile_schema(schema, smollm2),
+        constraint=compile_schema(schema, smollm2, 60),
         ignore_end=False,
     )
     assert set(json.loads(reply.text)) == {"name", "age"}

@@ -93,7 +93,7 @@ def reply(engine: Any, schema: dict[str, Any], agent: str, **sampling: Any) -> s
         agent,
         np.arange(10, 40),
         sampling=SamplingParams(max_tokens=200, **sampling),
-        constraint=compile_schema(schema, engine.loaded),
+        constraint=compile_schema(schema, engine.loaded, 200),
         ignore_end=False,
     )
     done = turn.wait()
@@ -130,7 +130,7 @@ def test_unconstrained_rows_of_the_same_batch_say_what_they_say_alone(
         "typed",
         np.arange(10, 40),
         sampling=SamplingParams(max_tokens=100),
-        constraint=compile_schema(SCHEMAS["object"][0], one.loaded),
+        constraint=compile_schema(SCHEMAS["object"][0], one.loaded, 100),
     )
     one.submit(typed, free)
     assert free.wait().text == expected
@@ -144,9 +144,9 @@ def test_unconstrained_rows_of_the_same_batch_say_what_they_say_alone(
 )
 def test_a_schema_that_cannot_be_enforced_is_refused(bytes_model: Any, schema: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="schema cannot be enforced"):
-        compile_schema(schema, bytes_model)
+        compile_schema(schema, bytes_model, 200)
 
 
 def test_a_tokenizer_of_another_kind_is_refused(tiny: Callable[..., Any], loaded_like: Any) -> None:
     with pytest.raises(InvalidRequest, match="fast tokenizer"):
-        compile_schema({"type": "boolean"}, loaded_like(tiny("llama")))
+        compile_schema({"type": "boolean"}, loaded_like(tiny("llama")), 9)
