@@ -19,6 +19,7 @@ from .lm import SamplingParams, StateHandle
 from .memory import AgentMemory, FullContext, fold
 from .records import Birth, Fork
 from .speech import Plan, Prompt, Reply, Speech, chat, check_sampling, parse_typed, perform
+from .typed import schema_of
 
 S = TypeVar("S")
 
@@ -241,9 +242,8 @@ class Agent(Actor):
         check_sampling(sampling)
         schema = None
         if returns is not None:
-            try:
-                schema = msgspec.json.schema(returns)
-            except TypeError as exc:
-                raise InvalidRequest(f"returns={returns!r} has no JSON schema: {exc}") from exc
+            schema = schema_of(returns)
+            if stop:
+                raise InvalidRequest("stop texts would cut a typed reply: leave them out", field="stop")
         own = type(self).on_context_full is not Agent.on_context_full
         return Plan(messages, sampling, schema, priority, self.on_context_full if own else None)

@@ -172,6 +172,8 @@ class EngineActor:
         key, transcript = self._memory(request.memory)
         constraint = None
         if request.json_schema is not None:
+            if request.sampling.stop:
+                raise InvalidRequest("stop: stop strings would cut a typed reply; leave them out")
             constraint = await anyio.to_thread.run_sync(
                 constrain.compile_schema, request.json_schema, self.loop.loaded, request.sampling.max_tokens
             )

@@ -166,9 +166,7 @@ class Constraint:
     def _look_for_shorter(self) -> None:
         """The known end may have been found where the reply was not so far."""
         if not self._lost:
-            shorter = closing(
-                self._matcher, self._vocabulary, limit=len(self._closing) - 1, effort=QUICK
-            )
+            shorter = closing(self._matcher, self._vocabulary, limit=len(self._closing) - 1, effort=QUICK)
             self._closing = shorter if shorter is not None else self._closing
 
     def _close(self) -> int:

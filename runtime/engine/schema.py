@@ -9,7 +9,7 @@ point and no exponent, objects have the properties that are named and no others.
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from offbook.bus.errors import InvalidRequest
 
@@ -21,9 +21,12 @@ BOUND = 10**15 - 1
 DECIMALS = 1e-9
 """Numbers are multiples of this unless the schema says otherwise."""
 
-UNSUPPORTED = frozenset(
-    ["not", "if", "then", "else", "contains", "minContains", "maxContains", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems", "additionalItems", "contentMediaType", "contentSchema", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "$anchor", "$vocabulary"]
-)
+UNSUPPORTED = frozenset((
+    "not", "if", "then", "else", "contains", "minContains", "maxContains", "dependentRequired",
+    "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems", "additionalItems",
+    "contentMediaType", "contentSchema", "$dynamicRef", "$dynamicAnchor", "$recursiveRef",
+    "$recursiveAnchor", "$anchor", "$vocabulary",
+))  # fmt: skip
 
 _NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _STRING = ("minLength", "maxLength", "pattern", "format", "contentEncoding")
@@ -59,9 +62,7 @@ _ANY_SCHEMA: Schema = {
     ]
 }
 
-_DATE = (
-    "[1-9][0-9]{3}-((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
-)
+_DATE = "[1-9][0-9]{3}-((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?"
 _ZONE = "(Z|[+-](0[0-9]|1[0-2]):[0-5][0-9])"
 _CLOCK = r"([0-9]{1,4}H([0-9]{1,2}M)?([0-9]{1,2}S)?|[0-9]{1,4}M([0-9]{1,2}S)?|[0-9]{1,6}(\.[0-9]{1,6})?S)"
@@ -262,7 +263,7 @@ class _Rewriter:
                 out.get("patternProperties", {}), f"{where}: patternProperties"
             ).items()
         }
-        more = out.get("additionalProperties")
+        more: Schema | Literal[False] | None = out.get("additionalProperties")
         if more is not None and more is not False:
             more = self.schema(more, f"{where}.*", closed=True)
         elif more is None and closed:
@@ -271,7 +272,7 @@ class _Rewriter:
         if names is not None:
             if named or patterns or more is False:
                 refuse(where, "propertyNames", "with named properties is not supported")
-            named, patterns = self.keys(names, more or self.any(), where)
+            named, patterns = self.keys(names, self.any() if more is None else more, where)
             more = False if named or patterns else more
         for key in out.get("required", ()):
             if key not in named:
