@@ -225,10 +225,9 @@ def test_a_tail_that_does_not_fit_the_model_is_a_miss(
     one, text = rig("llama", folder=tmp_path), ids(305)
     one.say("a", text[:300])
     one.evict("a")
-    load = one.memory._restore_tail
-    monkeypatch.setattr(
-        one.memory, "_restore_tail", lambda table, tail: load(table, tail) or "of another form"
-    )
+    loader = one.memory.loader
+    load = loader._restore_tail
+    monkeypatch.setattr(loader, "_restore_tail", lambda table, tail: load(table, tail) or "of another form")
     got, plan = one.say("a", text)
     assert plan.source == "cold"
     assert np.array_equal(got, rig("llama").say("a", text)[0])

@@ -1,0 +1,239 @@
+"""Loading: carrying out a plan, and what is under way until it is done.
+
+Owns the way of blocks and tails from the store into slots and pages. Loads complete on I/O threads; what they
+brought is finished on the step thread. The pool's slots are the destinations themselves on the CPU, and
+staging buffers elsewhere.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..store.layout import Tail
+from ..store.results import Failed
+from .planning import Plan
+from .resident import Key, Resident
+from .saving import leading_groups
+from .scheme import BLOCK, GROUP
+from .state import RecurrentState
+from .table import ABSENT, AgentTable, Ids
+
+_COUNT_LOCK = threading.Lock()
+
+
+@dataclass
+class Loading:
+    """Loads under way for one table."""
+
+    key: Key
+    table: AgentTable
+    plan: Plan
+    waiting: int = 0
+    failed: str | None = None
+    unreadable: list[Any] = field(default_factory=list)
+    staged: list[tuple[int, int, list[NDArray[Any]]]] = field(default_factory=list)
+    tail: Tail | None = None
+    ids: Ids = field(default_factory=lambda: np.zeros(0, np.uint32))
+    started: float = field(default_factory=time.monotonic)
+
+
+class Loader:
+    """Brings into tables what plans found. ``loaded`` is called on an I/O thread with the last load's end."""
+
+    def __init__(self, kv: Resident, loaded: Callable[[Loading], None]) -> None:
+        self._kv = kv
+        self._loaded = loaded
+        self._group_sizes = [len(group.tensors(kv.scheme)) for group in kv.spec.groups]
+
+    def start(self, key: Key, plan: Plan, *, priority: int = 0) -> AgentTable | Loading:
+        """Carry out a plan. The caller has made sure that the pool has room.
+
+        Returns the table, or a ``Loading`` to be given to ``finish`` once its loads are done.
+        """
+        table = self._kv.tables.get(key)
+        if plan.source == "hot" and table is not None:
+            if plan.tokens < table.tokens:
+                table.truncate(plan.tokens, self._kv.pool)
+            return table
+        if table is not None:
+            self._kv.drop(key)
+        table = AgentTable(key[0], key[1], self._kv.spec.groups, self._kv.scheme)
+        self._kv.tables[key] = table
+        if plan.source == "clone" and plan.origin is not None:
+            self._clone(plan.origin, table)
+        if plan.source != "warm":
+            return table
+        loading = Loading(key, table, plan)
+        self._kv.loading[key] = loading
+        try:
+            jobs = self._destinations(loading, priority)
+        except BaseException:
+            self.discard(loading)
+            raise
+        loading.waiting = len(jobs) + 1
+        for what, job in jobs:
+            try:
+                future = job()
+            except Exception as error:
+                future = Future()
+                future.set_result(Failed(repr(error)))
+            future.add_done_callback(partial(self._one_loaded, loading, what))
+        self._one_loaded(loading, None, None)
+        return loading
+
+    def discard(self, loading: Loading) -> None:
+        """Give up a load of which nothing is under way."""
+        self._kv.loading.pop(loading.key, None)
+        if self._kv.tables.get(loading.key) is loading.table:
+            self._kv.drop(loading.key)
+
+    def _clone(self, origin: AgentTable, table: AgentTable) -> None:
+        """A fork: full blocks are shared, the part-filled one and the pages are copied."""
+        full = len(origin.chain)
+        for index, slots in enumerate(origin.slots):
+            allocator = self._kv.pool.groups[index]
+            for block, slot in enumerate(slots):
+                if slot == ABSENT:
+                    table.slots[index].append(ABSENT)
+                elif block < full:
+                    allocator.retain(slot)
+                    table.slots[index].append(slot)
+                else:
+                    mine = allocator.take()
+                    self._kv.arrays.copy_block(index, slot, mine)
+                    table.slots[index].append(mine)
+        for page in origin.pages:
+            mine = self._kv.pool.pages.take()
+            self._kv.arrays.copy_page(page, mine)
+            table.pages.append(mine)
+        table.ids, table.tokens, table.sealed = origin.ids[: origin.tokens], origin.tokens, origin.sealed
+        table.chain, table.state = list(origin.chain), dict(origin.state)
+
+    def _destinations(self, loading: Loading, priority: int) -> list[tuple[Any, Callable[[], Future[Any]]]]:
+        """Take the slots and pages of a plan. Returns the loads to start: what, and the call."""
+        table, plan = loading.table, loading.plan
+        sealed = self._kv.scheme.sealed(plan.tokens) if plan.tail else plan.tokens
+        jobs: list[tuple[Any, Callable[[], Future[Any]]]] = []
+        store = self._kv.store
+        for block, name in enumerate(plan.names):
+            dests: list[NDArray[Any] | None] = []
+            wanted = False
+            for index, group in enumerate(self._kv.spec.groups):
+                allocator = self._kv.pool.groups[index]
+                size = self._group_sizes[index]
+                if block < group.first_block(plan.tokens):
+                    table.slots[index].append(ABSENT)
+                    dests += [None] * size
+                    continue
+                slot = allocator.find(name)
+                if slot is not None:
+                    allocator.retain(slot)
+                    dests += [None] * size
+                else:
+                    slot = allocator.take()
+                    wanted = True
+                    if self._kv.arrays.host:
+                        dests += self._kv.arrays.block_buffers(index, slot)
+                    else:
+                        staging = self._kv.arrays.empty_block(index)
+                        loading.staged.append((index, slot, staging))
+                        dests += staging
+                table.slots[index].append(slot)
+            if wanted and store is not None:
+                jobs.append((name, partial(store.load_block, name, dests, priority=priority)))
+        if plan.tail and store is not None:
+            agent, salt = plan.tail, loading.key[1]
+            load = partial(store.load_tail, agent, salt, at=plan.tokens, priority=priority)
+            jobs.append(((agent, salt, plan.tokens), load))
+            if sealed % BLOCK:
+                for index in range(len(self._kv.spec.groups)):
+                    table.slots[index].append(self._kv.pool.groups[index].take())
+            for _ in range(-(-(plan.tokens - sealed) // GROUP)):
+                table.pages.append(self._kv.pool.pages.take())
+        table.tokens, table.sealed = plan.tokens, sealed
+        table.chain = list(plan.names)
+        return jobs
+
+    def _one_loaded(self, loading: Loading, what: Any, future: Future[Any] | None) -> None:
+        # On I/O threads; += on an int attribute under the GIL is not atomic, hence the lock.
+        if future is not None:
+            result = future.result() if not future.cancelled() else None
+            if result is None or not result.ok:
+                loading.failed = "cancelled" if result is None else str(result.reason)
+                if result is not None:
+                    loading.unreadable.append(what)
+            elif hasattr(result, "tail"):
+                loading.tail = result.tail
+        with _COUNT_LOCK:
+            loading.waiting -= 1
+            done = loading.waiting == 0
+        if done:
+            self._loaded(loading)
+
+    def finish(self, loading: Loading, ids: Ids) -> AgentTable | None:
+        """Complete a load on the step thread. None if it failed: plan again, less will be found."""
+        self._kv.loading.pop(loading.key, None)
+        table, plan = loading.table, loading.plan
+        if loading.failed is None and plan.tail and loading.tail is not None:
+            loading.failed = self._restore_tail(table, loading.tail)
+            if loading.failed is not None:
+                loading.unreadable.append((plan.tail, table.salt, plan.tokens))
+        if loading.failed is not None:
+            self._kv.unreadable.update(loading.unreadable)
+            self._kv.count("load_failures")
+            self._kv.drop(loading.key)
+            return None
+        for index, slot, tensors in loading.staged:
+            self._kv.arrays.put_block(index, slot, tensors)
+        for block, name in enumerate(plan.names):
+            for index, slots in enumerate(table.slots):
+                if slots[block] != ABSENT:
+                    slots[block] = self._kv.one_copy(index, slots[block], name)
+        self._kv.arrays.evaluate()
+        table.ids = ids[: plan.tokens].copy()
+        table.saved = plan.tokens if plan.tail == table.agent else -1
+        self._kv.count("restores")
+        self._kv.count("restored_tokens", plan.tokens)
+        return table
+
+    def cancel(self, key: Key) -> None:
+        """Let a load come to nothing. Its slots are given back by ``finish``, when nothing writes them."""
+        if key in self._kv.loading:
+            self._kv.loading[key].failed = "cancelled"
+
+    def _restore_tail(self, table: AgentTable, tail: Tail) -> str | None:
+        """Put a saved tail into the table's slots and pages. A reason if it does not fit."""
+        groups = table.sealed % BLOCK // GROUP
+        try:
+            if groups:
+                for index, group in enumerate(self._kv.spec.groups):
+                    slot = table.slots[index][-1]
+                    buffers = self._kv.arrays.block_buffers(index, slot)
+                    for layout, buffer in zip(group.tensors(self._kv.scheme), buffers, strict=True):
+                        leading_groups(layout.name, buffer, groups)[...] = tail.arrays[layout.name]
+                    if not self._kv.arrays.host:
+                        self._kv.arrays.put_block(index, slot, buffers)
+            if table.pages:
+                saved = [
+                    tail.arrays[f"layers.{layer.index}.{name}"]
+                    for layer in self._kv.spec.attention_layers
+                    for name in self._kv.arrays.pages[layer.index]
+                ]
+                for at, page in enumerate(table.pages):
+                    self._kv.arrays.put_page(page, [tensor[at] for tensor in saved])
+            for layer in self._kv.spec.state_layers:
+                prefix = f"layers.{layer.index}.state."
+                parts = {n.removeprefix(prefix): a for n, a in tail.arrays.items() if n.startswith(prefix)}
+                table.state[layer.index] = RecurrentState.restore(parts)
+        except (KeyError, ValueError, IndexError) as error:
+            return f"the saved tail does not fit this model: {error!r}"
+        return None
