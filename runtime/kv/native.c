@@ -4,7 +4,8 @@
  * One library of several parts: native_layout.h (the pool as chunks), native_decode.h and native_prefill.h
  * (how a call is cut into tasks), native_attend.h on native_simd.h (what a task computes, compiled once per
  * instruction set), native_quant.h (sealing, dequantising), native_linear.h on native_dot.h (linear layers),
- * native_block.h on native_rows.h (what else a decoder layer does), native_threads.h. This file owns the choice of the instruction set, the working memory, and sealing.
+ * native_block.h on native_rows.h (what else a decoder layer does), native_packing.h and native_pack.h (weights
+ * in 4 or 8 bits), native_threads.h. This file owns the choice of the instruction set, the working memory, and sealing.
  *
  * Determinism: the cut of a row depends on its own length and window alone, every sum has a fixed order, and
  * parts are joined in order. So a row's result has the same bits alone or in a batch, on any number of
@@ -101,12 +102,13 @@ struct isa {
     void (*dequantise)(const struct layer *, const struct chunk *, int64_t, int64_t, float *, float *, float *);
     void (*linear)(const struct linear *, const struct input *, int64_t, int64_t, float *, int64_t, float *);
     void (*gate)(int, int64_t, const float *, const float *, float *);
+    void (*unpack)(const struct linear *, int64_t, int64_t, int64_t, int64_t, float *);
     void (*norm)(int64_t, const float *, const float *, float, float *);
     void (*add)(int64_t, const float *, float *);
     void (*turn)(int64_t, int, const float *, const float *, float *);
 };
 
-#define SET(n) {#n, attend_##n, join_##n, seal_##n, dequantise_##n, linear_##n, gate_##n, norm_##n, add_##n, turn_##n}
+#define SET(n) {#n, attend_##n, join_##n, seal_##n, dequantise_##n, linear_##n, gate_##n, unpack_##n, norm_##n, add_##n, turn_##n}
 static const struct isa sets[] = {
     SET(plain),
 #if defined(__x86_64__)
@@ -211,6 +213,7 @@ static int small(const struct layer *l, int64_t tokens_times_rows) {
 #include "native_prefill.h"
 #include "native_linear.h"
 #include "native_block.h"
+#include "native_packing.h"
 
 /* ---- sealing, and history as float32 */
 
@@ -276,7 +279,7 @@ API int offbook_dequantise(const struct layer *l, const struct step *s, int64_t 
 
 /* ---- what the library is and may use */
 
-API int offbook_abi(void) { return 4; }
+API int offbook_abi(void) { return 5; }
 
 API void offbook_threads(int threads) {
     pool_resize(threads);

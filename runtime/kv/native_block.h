@@ -48,7 +48,8 @@ API int offbook_block_in(const struct block *b, int64_t m, const float *x, const
                          int rounded, float *out) {
     struct linear_call c = {b->qkv, {NULL, m, b->hidden, 0}, 3, task_rows(1, b->hidden), out};
     pthread_mutex_lock(&pool.gate);
-    int failed = reserve(&shared, (size_t)(m * padded(b->hidden)) * 4) || reserve_private(task_floats(c.rows, m) * 4);
+    int failed = reserve(&shared, (size_t)(m * padded(b->hidden)) * 4) ||
+                 reserve_private(task_floats(c.rows, m, b->hidden) * 4);
     if (!failed) {
         c.x = arrange_normed(x, b->before_attention, b->eps, m, b->hidden, (float *)shared.data);
         linear_run(&c);
@@ -71,7 +72,8 @@ API int offbook_block_out(const struct block *b, int64_t m, const float *attende
     const int64_t widest = most(padded(wide), padded(k));
     pthread_mutex_lock(&pool.gate);
     int failed = reserve(&shared, (size_t)(m * (widest + row + k)) * 4) ||
-                 reserve_private(task_floats(most(task_rows(2, k), most(task_rows(1, wide), task_rows(1, inner))), m) * 4);
+                 reserve_private(task_floats(most(task_rows(2, k), most(task_rows(1, wide), task_rows(1, inner))), m,
+                                             most(widest, row)) * 4);
     if (!failed) {
         float *input = (float *)shared.data, *hidden = input + m * widest, *y = hidden + m * row;
         struct linear_call o = {&b->o, arrange(attended, m, wide, input), 1, task_rows(1, wide), y};
@@ -88,7 +90,7 @@ API int offbook_block_out(const struct block *b, int64_t m, const float *attende
 API int offbook_head(const struct linear *head, const float *norm, float eps, int64_t m, int64_t k, const float *x, float *y) {
     struct linear_call c = {head, {NULL, m, k, 0}, 1, task_rows(1, k), y};
     pthread_mutex_lock(&pool.gate);
-    int failed = reserve(&shared, (size_t)(m * padded(k)) * 4) || reserve_private(task_floats(c.rows, m) * 4);
+    int failed = reserve(&shared, (size_t)(m * padded(k)) * 4) || reserve_private(task_floats(c.rows, m, k) * 4);
     if (!failed) {
         c.x = arrange_normed(x, norm, eps, m, k, (float *)shared.data);
         linear_run(&c);

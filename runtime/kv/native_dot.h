@@ -1,3 +1,5 @@
+#include "native_pack.h"
+
 /* Four weight rows times several rows of x, for one instruction set: the inner part of a linear layer.
  *
  * A dot product keeps one vector of partial sums, element k going to lane k % VW in order of k, and joins its
@@ -101,28 +103,31 @@ static const FN(dots_function) FN(dots_functions)[XR][5] = {
 };
 
 /* Weight rows [from, to) of one layer, all m rows of x: y[m][to - from], rows `y_row` apart. `sums`: room for
- * 16 floats for each of these results.
+ * 16 floats for each of these results, and for four panels of weights.
  *
  * All of x that a run over the weight rows touches should stay in the first-level cache, so long rows are
  * taken in panels. Each block of four weight rows fetches the one that follows it. */
 static TARGET void FN(linear)(const struct linear *l, const struct input *x, int64_t from, int64_t to, float *y,
                               int64_t y_row, float *sums) {
     const int64_t k = x->k, m = x->m, passes = over(m, XR);
-    const int64_t panel = most(MIN_PANEL, padded(over(k, over(m * k * 4, PANEL_BYTES))));
+    const int64_t panel = most(MIN_PANEL, over(over(k, over(m * k * 4, PANEL_BYTES)), PACKED) * PACKED);
+    float *unpacked = sums + over(to - from, 4) * 4 * m * VW;
     for (int64_t at = 0; at < k; at += panel) {
         const int64_t width = least(panel, k - at), last = at + width == k;
         for (int64_t n = from; n < to; n += 4) {
             const float *w[4], *next[4];
             const int64_t have = least(4, to - n), ends = n + 4 >= to;
             const int64_t then = !ends ? n + 4 : last ? to : from, then_at = !ends ? at : last ? 0 : at + width;
+            if (l->bits) FN(unpack)(l, k, n / 4, at, width, unpacked);
             for (int r = 0; r < 4; r++) {
-                w[r] = l->w + (n + least(r, have - 1)) * k + at;
-                next[r] = l->w + least(then + r, l->n - 1) * k + then_at;
+                w[r] = l->bits ? unpacked + r * width : (const float *)l->w + (n + least(r, have - 1)) * k + at;
+                /* what is packed comes in one stream, which the processor fetches ahead by itself */
+                next[r] = l->bits ? w[r] : (const float *)l->w + least(then + r, l->n - 1) * k + then_at;
             }
             for (int64_t pass = 0, row = 0; pass < passes; pass++) {
                 float out[XR][4], *aside = sums + ((n - from) * m + 4 * row) * VW;
                 const int64_t rows = over(m - row, passes - pass), fetch = pass * 4 / passes;
-                FN(dots_functions)[rows - 1][(pass + 1) * 4 / passes - fetch](
+                FN(dots_functions)[rows - 1][l->bits ? 0 : (pass + 1) * 4 / passes - fetch](
                     w, x->data + row * x->row + at, x->row, width, next + fetch, at ? aside : NULL, last ? NULL : aside, out);
                 for (int64_t c = 0; c < rows && last; c++)
                     for (int64_t r = 0; r < have; r++)

@@ -37,10 +37,16 @@ struct rows { /* [tokens, heads, width] with any strides (in floats) of the firs
     int64_t token, head;
 };
 
-struct linear { /* one layer's weights [n, k], as nn.Linear keeps them; bias [n] or NULL */
-    const float *w, *bias;
-    int64_t n;
+struct linear { /* one layer's weights [n, k]; bias [n] or NULL */
+    const void *w; /* floats as nn.Linear keeps them, or packed to `bits`: see native_pack.h */
+    const float *bias;
+    int64_t n, bits;
 };
+
+enum { PACKED = 64 }; /* inputs of a piece of packed weights */
+
+/* Four rows' scales, biases and codes of 64 inputs. */
+static inline int64_t piece_bytes(int64_t bits) { return 64 + 4 * PACKED / 8 * bits; }
 
 /* ---- the pool as chunks of up to 256 tokens of one KV head */
 

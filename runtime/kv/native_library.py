@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-_ABI = 4
+_ABI = 5
 
 
 class NativeUnavailable(RuntimeError):
@@ -62,6 +62,8 @@ def _load() -> ctypes.CDLL:
             ctypes.c_int,
             [pointer, pointer, ctypes.c_float, integer, integer, pointer, pointer],
         ),
+        "offbook_packed_bytes": (integer, [integer, integer, integer]),
+        "offbook_pack": (ctypes.c_int, [pointer, integer, integer, integer, pointer]),
         "offbook_threads": (None, [ctypes.c_int]),
         "offbook_isa": (ctypes.c_char_p, [ctypes.c_char_p]),
     }

@@ -14,8 +14,9 @@ struct linear_call {
 /* Weight rows of a task, when it reads that many of `layers` layers. */
 static int64_t task_rows(int64_t layers, int64_t k) { return most(4, TASK_BYTES / (4 * k * layers) / 4 * 4); }
 
-/* Memory for the sums of `rows` weight rows, and for the results of the two halves of a gated task. */
-static size_t task_floats(int64_t rows, int64_t m) { return (size_t)((rows + 3) * m * (16 + 2)); }
+/* Memory for the sums of `rows` weight rows of k inputs, for the results of the two halves of a gated task, and
+ * for four unpacked weight rows. */
+static size_t task_floats(int64_t rows, int64_t m, int64_t k) { return (size_t)((rows + 3) * m * (16 + 2) + 4 * k + 64); }
 
 static int few_products(int64_t weights, int64_t m) { return weights < 100000 && weights * m < 1000000; }
 
@@ -54,7 +55,7 @@ static void linear_run(struct linear_call *c) {
 API int offbook_linear(int64_t count, const struct linear *layers, int64_t m, int64_t k, const float *x, float *y) {
     struct linear_call c = {layers, {NULL, m, k, 0}, count, task_rows(1, k), y};
     pthread_mutex_lock(&pool.gate);
-    int failed = reserve(&shared, (size_t)(m * padded(k)) * 4) || reserve_private(task_floats(c.rows, m) * 4);
+    int failed = reserve(&shared, (size_t)(m * padded(k)) * 4) || reserve_private(task_floats(c.rows, m, k) * 4);
     if (!failed) {
         c.x = arrange(x, m, k, (float *)shared.data);
         linear_run(&c);
@@ -96,7 +97,7 @@ API int offbook_gated(const struct linear *layers, int kind, int64_t m, int64_t 
     const int64_t inner = layers->n, row = padded(inner);
     pthread_mutex_lock(&pool.gate);
     int failed = reserve(&shared, (size_t)(m * (padded(k) + row)) * 4) ||
-                 reserve_private(task_floats(most(task_rows(2, k), task_rows(1, inner)), m) * 4);
+                 reserve_private(task_floats(most(task_rows(2, k), task_rows(1, inner)), m, most(k, inner)) * 4);
     if (!failed) {
         float *hidden = (float *)shared.data;
         gated_run(layers, kind, arrange(x, m, k, hidden + m * row), hidden, y);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
@@ -34,10 +35,35 @@ def few_rows(module: nn.Module, x: mx.array, limit: int) -> F32 | None:
     return values if values.flags.c_contiguous else np.ascontiguousarray(values)
 
 
+@dataclass(frozen=True)
+class Packed:
+    """A matrix in 4 or 8 bits, made by ``packed.pack``.
+
+    Attributes:
+        weight: the array that was packed: it counts for a module as long as it holds this very one.
+        data: what the kernel reads (runtime/kv/native_pack.h).
+    """
+
+    weight: mx.array
+    data: NDArray[np.uint8]
+    bits: int
+
+
+def packed_form(module: nn.Module, weight: mx.array) -> Packed | None:
+    """The packed form of a module's weight, if it has one."""
+    packed: Packed | None = vars(module).get("_packed")
+    return packed if packed is not None and packed.weight is weight else None
+
+
 class LinearStruct(ctypes.Structure):
     """A linear layer as the kernel's calls take it."""
 
-    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("outputs", ctypes.c_int64)]
+    _fields_ = [
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("outputs", ctypes.c_int64),
+        ("bits", ctypes.c_int64),
+    ]
 
 
 class Weights:
@@ -48,7 +74,10 @@ class Weights:
         self.arrays = [(module["weight"], module.get("bias")) for module in modules]
         self.outputs = [int(weight.shape[0]) for weight, _ in self.arrays]
         self.inputs = [int(weight.shape[1]) for weight, _ in self.arrays]
-        self.fit = all(_readable(array) for pair in self.arrays for array in pair)
+        self.packed = [
+            packed_form(module, weight) for module, (weight, _) in zip(modules, self.arrays, strict=True)
+        ]
+        self.fit = all(readable(array) for pair in self.arrays for array in pair)
         if self.fit:
             self._struct = (LinearStruct * len(modules))()
             self.fill(self._struct)
@@ -56,8 +85,11 @@ class Weights:
 
     def fill(self, structs: Iterable[LinearStruct]) -> None:
         """Make ``structs`` point to the layers' arrays, which this object keeps alive."""
-        for layer, (weight, bias) in zip(structs, self.arrays, strict=True):
-            layer.weight, layer.outputs = address(weight), weight.shape[0]
+        for layer, (weight, bias), packed in zip(structs, self.arrays, self.packed, strict=True):
+            layer.weight, layer.bits = (
+                (address(weight), 0) if packed is None else (address(packed.data), packed.bits)
+            )
+            layer.outputs = weight.shape[0]
             layer.bias = 0 if bias is None else address(bias)
 
     def of(self, modules: Sequence[nn.Module]) -> bool:
@@ -68,7 +100,8 @@ class Weights:
         )
 
 
-def _readable(array: mx.array | None) -> bool:
+def readable(array: mx.array | None) -> bool:
+    """Whether the kernel can read an array where it is."""
     return array is None or (array.dtype == mx.float32 and bool(np.asarray(array).flags.c_contiguous))
 
 

@@ -26,7 +26,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..kv import native_library
-from . import gated, rotary
+from . import gated, packed, rotary
 from .few_rows import F32, LIMITS, Weights, address, few_rows
 
 TOGETHER = (
@@ -160,6 +160,7 @@ def install(model: nn.Module, *, limit: int | None = None) -> int:
     if limit is None:
         limit = LIMITS[native_library.instruction_set_in_use()]
     model.eval()
+    packed.install(model)
     changed = 0
     for _, parent in model.named_modules():
         children = {name: child for name, child in parent.items() if _can(child)}
@@ -183,6 +184,7 @@ def uninstall(model: nn.Module) -> None:
     plain = {native: cls for cls, native in _NATIVE.items()}
     gated.uninstall(model)
     rotary.uninstall(model)
+    packed.uninstall(model)
     for _, module in model.named_modules():
         if type(module) in plain:
             module.__class__ = plain[type(module)]

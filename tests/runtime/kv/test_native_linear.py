@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from offbook.runtime.kv import native, native_library
+from offbook.runtime.models.few_rows import LinearStruct
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.unavailable_reason()))
 
@@ -20,10 +21,6 @@ SILU, GELU = 0, 1
 
 SHAPES = [(1, 1), (7, 3), (16, 4), (17, 5), (100, 9), (576, 37), (577, 30), (1536, 18), (4099, 6)]
 """Inputs and outputs: less than a vector, odd, several panels, several tasks' rows."""
-
-
-class Layer(ctypes.Structure):
-    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("outputs", ctypes.c_int64)]
 
 
 @pytest.fixture(params=["plain", "avx2", "avx512"])
@@ -50,7 +47,7 @@ def pointer(x: Array | None) -> int:
 
 
 def describe(weights: Sequence[Array], biases: Sequence[Array | None]) -> Any:
-    layers = (Layer * len(weights))()
+    layers = (LinearStruct * len(weights))()
     for layer, weight, bias in zip(layers, weights, biases, strict=True):
         layer.weight, layer.bias, layer.outputs = pointer(weight), pointer(bias), len(weight)
     return layers

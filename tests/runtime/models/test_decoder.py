@@ -1,0 +1,199 @@
+"""The kernel's forward of few rows: which models it takes, and that it computes what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_map
+from mlx_lm.models import gemma3_text, llama, phi3, qwen2, qwen3, stablelm
+
+from offbook.runtime.engine.batch import Batch
+from offbook.runtime.kv import native
+from offbook.runtime.kv.arrays import PoolArrays
+from offbook.runtime.kv.kernel import NativeAttention
+from offbook.runtime.kv.pool import BlockPool
+from offbook.runtime.kv.probe import derive
+from offbook.runtime.kv.scheme import KVScheme
+from offbook.runtime.kv.spec import ModelCacheSpec
+from offbook.runtime.kv.table import AgentTable
+from offbook.runtime.models import decoder, linear
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.unavailable_reason()))
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "intermediate_size": 72,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 90,
+}
+GEMMA = SIZES | {
+    "head_dim": 32,
+    "sliding_window": 32,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 20,
+}
+
+
+def seeded(model: Any, seed: int = 3) -> nn.Module:
+    """Random weights large enough that every part of a layer matters, norms' factors included."""
+    mx.random.seed(seed)
+    model.update(tree_map(lambda p: p + 0.2 * mx.random.normal(p.shape), model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+def llama_model(**extra: Any) -> nn.Module:
+    sizes = SIZES | {"head_dim": 16} | extra
+    return seeded(llama.Model(llama.ModelArgs(model_type="llama", **sizes)))
+
+
+MODELS: dict[str, Any] = {
+    "llama": llama_model,
+    "llama with an odd head, biases and neighbouring pairs": lambda: llama_model(
+        tie_word_embeddings=False, rope_traditional=True, attention_bias=True, mlp_bias=True
+    ),
+    "llama with scaled positions": lambda: llama_model(
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    ),
+    "qwen2": lambda: seeded(
+        qwen2.Model(
+            qwen2.ModelArgs(model_type="qwen2", tie_word_embeddings=True, **SIZES | {"hidden_size": 64})
+        )
+    ),
+    "qwen3": lambda: seeded(
+        qwen3.Model(
+            qwen3.ModelArgs(
+                model_type="qwen3",
+                tie_word_embeddings=False,
+                head_dim=24,
+                rope_theta=10000.0,
+                max_position_embeddings=512,
+                **SIZES,
+            )
+        )
+    ),
+    "gemma3": lambda: seeded(gemma3_text.Model(gemma3_text.ModelArgs(model_type="gemma3_text", **GEMMA))),
+}
+
+
+class Pair:
+    """One model served both ways, over pools of their own."""
+
+    def __init__(self, model: nn.Module, scheme: KVScheme | None = None) -> None:
+        linear.install(model)
+        self.spec: ModelCacheSpec = derive(model)
+        self.scheme = scheme or KVScheme()
+        found = decoder.find(model, self.spec)
+        assert found is not None
+        self.decoder = found
+        self.plain, self.ours = self.batch(model, None), self.batch(model, found)
+
+    def batch(self, model: nn.Module, by: decoder.Decoder | None) -> Batch:
+        groups = [(group.name, 24) for group in self.spec.groups]
+        arrays = PoolArrays(self.spec, self.scheme, [24 for _ in groups], 24, host=True)
+        return Batch(model, arrays, BlockPool(groups, 24), native=NativeAttention(arrays), decoder=by)
+
+    def tables(self, rows: int) -> list[AgentTable]:
+        return [AgentTable(f"a/{row}", "", self.spec.groups, self.scheme) for row in range(rows)]
+
+
+def ids(count: int, seed: int) -> Any:
+    return np.random.default_rng(seed).integers(0, SIZES["vocab_size"], count).astype(np.uint32)
+
+
+def run(batch: Batch, tables: Sequence[AgentTable], seeds: Sequence[int]) -> list[Any]:
+    """Histories of different lengths, a prefill of several rows, and some decode steps."""
+    out = []
+    for table, seed in zip(tables, seeds, strict=True):
+        for part in np.array_split(ids(150 + 61 * seed, seed), 3):
+            batch.prefill([table], [part], logits=False)
+    chunks = [ids(3 + 9 * seed, seed + 10) for seed in seeds]
+    logits = batch.prefill(tables, chunks, logits=True)
+    assert logits is not None
+    out.append(np.array(logits))
+    out += [np.array(batch.decode(tables, [(7 * seed + step) % 90 for seed in seeds])) for step in range(3)]
+    return out
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_computes_what_the_model_computes(name: str) -> None:
+    # At 16 bits: with codes of 4, a difference in the last place of a key may become one of a whole step.
+    pair = Pair(MODELS[name](), KVScheme.uniform(None))
+    expected = run(pair.plain, pair.tables(3), [0, 1, 2])
+    for got, wanted in zip(run(pair.ours, pair.tables(3), [0, 1, 2]), expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=2e-3, atol=2e-3 * abs(wanted).max())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_row_has_the_same_bits_alone_and_with_others(name: str) -> None:
+    pair = Pair(MODELS[name]())
+    together = run(pair.ours, pair.tables(3), [0, 1, 2])
+    for row in range(3):
+        alone = run(pair.ours, pair.tables(1), [row])
+        for got, wanted in zip(alone, together, strict=True):
+            assert np.array_equal(got[0], wanted[row])
+
+
+def test_more_tokens_than_its_limit_go_the_models_way() -> None:
+    pair = Pair(llama_model())
+    pair.decoder.limit = 4
+    pair.decoder.forward = None  # type: ignore[method-assign, assignment]
+    table = pair.tables(1)
+    assert pair.ours.prefill(table, [ids(5, 0)], logits=True) is not None
+
+
+def test_new_weights_go_the_models_way() -> None:
+    model: Any = llama_model()
+    pair = Pair(model)
+    assert pair.decoder.current()
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight * 2
+    assert not pair.decoder.current()
+    expected = run(pair.plain, pair.tables(2), [0, 1])
+    for got, wanted in zip(run(pair.ours, pair.tables(2), [0, 1]), expected, strict=True):
+        assert np.array_equal(got, wanted)
+
+
+class Doubled(llama.TransformerBlock):  # type: ignore[misc]
+    """A layer with the names of Llama's that computes something else."""
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        return super().__call__(x, mask, cache) * 2
+
+
+def test_models_that_compute_otherwise_are_not_taken() -> None:
+    unlike: Any = llama_model()
+    for layer in unlike.model.layers:
+        layer.__class__ = Doubled
+    others = [
+        unlike,
+        seeded(phi3.Model(phi3.ModelArgs(model_type="phi3", **SIZES))),
+        seeded(
+            stablelm.Model(
+                stablelm.ModelArgs(
+                    model_type="stablelm",
+                    rope_theta=10000.0,
+                    use_qkv_bias=False,
+                    partial_rotary_factor=0.5,
+                    layer_norm_eps=1e-5,
+                    **{k: v for k, v in SIZES.items() if k != "rms_norm_eps"},
+                )
+            )
+        ),
+    ]
+    for model in others:
+        linear.install(model)
+        assert decoder.find(model, derive(model)) is None
