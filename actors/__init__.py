@@ -24,6 +24,7 @@ from offbook.bus.errors import (
     OffbookError,
     StateNotLoadable,
     StateNotStorable,
+    TooManyTopics,
     UnknownMessageType,
 )
 
@@ -78,6 +79,7 @@ __all__ = [
     "StateNotLoadable",
     "StateNotStorable",
     "Supervision",
+    "TooManyTopics",
     "UnknownMessageType",
     "Usage",
     "VirtualClock",

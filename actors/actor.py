@@ -200,7 +200,11 @@ class Actor:
         return answer
 
     async def publish(self, topic: str, message: msgspec.Struct) -> None:
-        """Publish a message when this turn commits. The publisher does not hear it itself."""
+        """Publish a message when this turn commits. The publisher does not hear it itself.
+
+        A topic begins with its first message. There may be 50,000 (``offbook.bus.topics.TOPICS``): a message
+        that would begin one more becomes a dead letter. So put ids into messages, not into names of topics.
+        """
         self._now_turn().publish(topic, message)
 
     async def subscribe(self, topic: str) -> None:

@@ -25,6 +25,7 @@ from offbook.bus.errors import (
     MessageTooLarge,
     NoSuchActor,
     OffbookError,
+    TooManyTopics,
     UnknownMessageType,
 )
 
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("offbook.actors.outbox")
 
 _NEVER = (
-    ActorStopped, BadMessage, InvalidAddress, InvalidRequest, MessageTooLarge, UnknownMessageType
+    ActorStopped, BadMessage, InvalidAddress, InvalidRequest, MessageTooLarge, TooManyTopics,
+    UnknownMessageType,
 )  # fmt: skip
 _PATIENCE = 60.0
 """Seconds to wait for a receiver that nobody serves (its host may be starting)."""

@@ -10,7 +10,7 @@ import sqlite3
 import time
 from collections.abc import Sequence
 
-from offbook.bus.topics import Event, Record
+from offbook.bus.topics import TOPICS, Event, Record, check_topic_count
 
 from .journal import Journal
 
@@ -21,18 +21,28 @@ class JournalTopicStore:
     Args:
         retain: events kept per topic.
         remember: publication ids kept per topic.
+        max_topics: topics that there may be.
     """
 
-    def __init__(self, journal: Journal, *, retain: int = 10_000, remember: int = 100_000) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        retain: int = 10_000,
+        remember: int = 100_000,
+        max_topics: int = TOPICS,
+    ) -> None:
         self._journal = journal
         self._retain = retain
         self._remember = remember
+        self._max_topics = max_topics
 
     async def append(self, topic: str, records: Sequence[Record]) -> list[int]:
         """Retain events; returns their numbers once they are on disk.
 
         Raises:
             JournalFailed: they are not.
+            TooManyTopics: the topic is new, and there are as many as are kept.
         """
         return await self._journal.do("publish", lambda db: self._append(db, topic, records), admits=True)
 
@@ -67,6 +77,9 @@ class JournalTopicStore:
 
     def _append(self, db: sqlite3.Connection, topic: str, records: Sequence[Record]) -> list[int]:
         last = self._last(db, topic)
+        if not last:
+            (count,) = db.execute("SELECT COUNT(*) FROM topic_heads").fetchone()
+            check_topic_count(count, self._max_topics, topic)
         numbers = []
         now = time.time()
         for record in records:

@@ -83,6 +83,10 @@ class MailboxFull(OffbookError):
     """The receiver has no room, and did not make any in time."""
 
 
+class TooManyTopics(OffbookError):
+    """A new topic would be one more than the broker retains; ``details["limit"]`` says how many that is."""
+
+
 class MessageTooLarge(OffbookError):
     """A body above the limit; ``details`` has ``size`` and ``limit`` in bytes."""
 

@@ -21,12 +21,21 @@ from offbook.bus.credit import Window
 from offbook.bus.envelope import Envelope, Kind
 from offbook.bus.errors import InvalidRequest, OffbookError, ProtocolError, RemoteError
 from offbook.bus.peer import PUBLISH_CREDIT, Peer
-from offbook.bus.topics import Event, Record, TopicStore, slice_events
+from offbook.bus.recent import RecentEvents
+from offbook.bus.topics import TOPICS, Event, Record, TopicStore, slice_events
 
 RECENT = 1024
 """Newest events per topic kept at hand, so that live subscribers do not read the store."""
 
 RECENT_BYTES = 8 * 1024 * 1024
+RECENT_TOTAL = 64 * 1024 * 1024
+"""Bytes of such events' bodies per topic, and of all topics."""
+
+AT_HAND = 1024
+"""Topics without a subscription that are kept at hand; further ones are looked up in the store again."""
+
+SUBSCRIPTIONS = TOPICS
+"""Subscriptions of one peer at most: one for each topic."""
 
 PUMP_BATCH = 64
 """Events one subscription sends before others get their turn."""
@@ -45,23 +54,12 @@ class Publication:
 
 
 class _Topic:
-    __slots__ = ("last", "loaded", "recent", "recent_bytes", "subscriptions")
+    __slots__ = ("last", "loaded", "subscriptions")
 
     def __init__(self) -> None:
         self.loaded = False
         self.last = 0
-        self.recent: deque[Event] = deque()
-        self.recent_bytes = 0
         self.subscriptions: set[_Subscription] = set()
-
-    def remember(self, event: Event) -> None:
-        if self.recent and self.recent[-1].seq + 1 != event.seq:
-            self.recent.clear()
-            self.recent_bytes = 0
-        self.recent.append(event)
-        self.recent_bytes += len(event.body)
-        while len(self.recent) > RECENT or (self.recent_bytes > RECENT_BYTES and len(self.recent) > 1):
-            self.recent_bytes -= len(self.recent.popleft().body)
 
 
 class _Subscription:
@@ -84,6 +82,8 @@ class TopicHub:
         self._store = store
         self._out = out
         self._topics: dict[str, _Topic] = {}
+        self._tidy_at = AT_HAND
+        self._recent = RecentEvents(events=RECENT, topic_bytes=RECENT_BYTES, total_bytes=RECENT_TOTAL)
         self._queue: deque[Publication] = deque()
         self._queued = anyio.Event()
         self._subscriptions: dict[tuple[bytes, str], _Subscription] = {}
@@ -110,6 +110,7 @@ class TopicHub:
                     by_topic.setdefault(publication.topic, []).append(publication)
                 for topic, publications in by_topic.items():
                     await self._append(topic, publications)
+                self._tidy()
 
     def publish(self, peer: Peer, envelope: Envelope, body: bytes) -> None:
         """Take a publication in; its peer gets ``REPLY`` with the number once the store has it."""
@@ -136,7 +137,7 @@ class TopicHub:
 
     async def _append(self, name: str, publications: list[Publication]) -> None:
         try:
-            topic = await self._topic(name)
+            topic = await self._loaded(name)
             numbers = await self._store.append(name, [p.record for p in publications])
         except Exception as exc:  # a store's failure (full disk) is the publisher's news, not our end
             error = exc if isinstance(exc, OffbookError) else RemoteError(f"cannot retain the event: {exc!r}")
@@ -149,7 +150,8 @@ class TopicHub:
                 topic.last = seq
                 self.published += 1
                 record = publication.record
-                topic.remember(
+                self._recent.add(
+                    name,
                     Event(
                         id=record.id,
                         body=record.body,
@@ -157,7 +159,7 @@ class TopicHub:
                         sender=record.sender,
                         traceparent=record.traceparent,
                         seq=seq,
-                    )
+                    ),
                 )
             else:
                 self.repeated += 1
@@ -171,10 +173,24 @@ class TopicHub:
     def _written(self, publication: Publication) -> None:
         self._out.return_credit(publication.peer, PUBLISH_CREDIT, len(publication.record.body))
 
-    async def _topic(self, name: str) -> _Topic:
+    def _tidy(self) -> None:
+        """Forget topics that nobody reads; by the writer between its batches, when it holds none."""
+        if len(self._topics) <= self._tidy_at:
+            return
+        unread = [name for name, topic in self._topics.items() if not topic.subscriptions]
+        for name in unread[: len(self._topics) - AT_HAND]:
+            del self._topics[name]
+            self._recent.drop(name)
+        self._tidy_at = max(AT_HAND, 2 * len(self._topics))  # so that looking through them pays
+
+    def _topic(self, name: str) -> _Topic:
         topic = self._topics.get(name)
         if topic is None:
             topic = self._topics[name] = _Topic()
+        return topic
+
+    async def _loaded(self, name: str) -> _Topic:
+        topic = self._topic(name)
         if not topic.loaded:
             _, last = await self._store.bounds(name)
             if not topic.loaded:
@@ -192,6 +208,10 @@ class TopicHub:
             check_topic(envelope.to)
             if not envelope.id or key in self._subscriptions:
                 raise InvalidRequest(f"a subscription with id {envelope.id!r} is active already")
+            if len(peer.subscriptions) >= SUBSCRIPTIONS:
+                raise InvalidRequest(
+                    f"peer {peer.name!r} has {SUBSCRIPTIONS} subscriptions, the most there may be"
+                )
         except OffbookError as exc:
             self._out.fail(peer, envelope.id, exc)
             return
@@ -223,12 +243,13 @@ class TopicHub:
 
     async def _pump(self, subscription: _Subscription, after: int) -> None:
         with subscription.scope:
-            topic: _Topic | None = None
+            # From here on: a topic that is read is not forgotten.
+            topic = self._topic(subscription.topic)
+            topic.subscriptions.add(subscription)
             try:
-                topic = await self._topic(subscription.topic)
+                await self._loaded(subscription.topic)
                 # A position beyond the end comes from a log that was lost since: start at the end.
                 subscription.cursor = topic.last if after < 0 else min(after, topic.last)
-                topic.subscriptions.add(subscription)
                 peer, id = subscription.peer, subscription.id
                 self._out.send(peer, Envelope(kind=Kind.REPLY, correlation=id, seq=subscription.cursor), b"")
                 while True:
@@ -240,8 +261,7 @@ class TopicHub:
             except Exception as exc:  # the store failed: this subscription ends with an error, alone
                 self._out.fail(subscription.peer, subscription.id, exc)
             finally:
-                if topic is not None:
-                    topic.subscriptions.discard(subscription)
+                topic.subscriptions.discard(subscription)
                 key = (subscription.peer.route, subscription.id)
                 if self._subscriptions.get(key) is subscription:
                     self.unsubscribe(subscription.peer, subscription.id)
@@ -249,7 +269,7 @@ class TopicHub:
     async def _send_events(self, subscription: _Subscription, topic: _Topic) -> None:
         limit = min(PUMP_BATCH, subscription.window.messages)
         await anyio.lowlevel.checkpoint()
-        recent = topic.recent
+        recent = self._recent.of(subscription.topic)
         if recent and subscription.cursor + 1 >= recent[0].seq:
             events = slice_events(recent, subscription.cursor, limit)
         else:

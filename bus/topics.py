@@ -14,6 +14,11 @@ from typing import Any, Protocol
 import msgspec
 
 from offbook.bus.body import decode_as, decode_body
+from offbook.bus.errors import TooManyTopics
+from offbook.bus.recent import RecentEvents
+
+TOPICS = 50_000
+"""Topics that a store keeps: enough for one per actor of a large team, and an end for who makes up names."""
 
 REMEMBERED_IDS = 65536
 """Publication ids the in-memory store remembers per topic, beyond those of retained events."""
@@ -56,6 +61,9 @@ class TopicStore(Protocol):
         Returns:
             One number per record: the next ones of the topic, or for an id that was appended before
             (also within this call) the number it got then, without a second effect.
+
+        Raises:
+            TooManyTopics: the topic is new, and there are as many as the store keeps.
         """
         ...
 
@@ -68,14 +76,26 @@ class TopicStore(Protocol):
         ...
 
 
+def check_topic_count(count: int, limit: int, topic: str) -> None:
+    """Refuse a new topic beyond ``limit``; ``count`` is how many there are.
+
+    Raises:
+        TooManyTopics: names the topic, and what to do.
+    """
+    if count >= limit:
+        raise TooManyTopics(
+            f"there are {count} topics, as many as are retained, so {topic!r:.100} cannot be one more: "
+            "use fewer names (an id belongs into the event, not into the name of its topic)",
+            limit=limit,
+        )
+
+
 class _Log:
-    __slots__ = ("bytes", "events", "ids", "last")
+    __slots__ = ("ids", "last")
 
     def __init__(self) -> None:
-        self.events: deque[Event] = deque()
         self.ids: OrderedDict[str, int] = OrderedDict()
         self.last = 0
-        self.bytes = 0
 
 
 class MemoryTopicStore:
@@ -83,23 +103,37 @@ class MemoryTopicStore:
 
     Args:
         retain: events kept per topic.
-        retain_bytes: bytes of bodies kept per topic (at least the newest event stays).
+        retain_bytes: bytes of bodies kept per topic.
+        total_bytes: bytes of bodies kept in all; the topics that were quiet for longest lose theirs first.
+        max_topics: topics that there may be.
     """
 
-    def __init__(self, *, retain: int = 10_000, retain_bytes: int = 64 * 1024 * 1024) -> None:
+    def __init__(
+        self,
+        *,
+        retain: int = 10_000,
+        retain_bytes: int = 64 * 1024 * 1024,
+        total_bytes: int = 512 * 1024 * 1024,
+        max_topics: int = TOPICS,
+    ) -> None:
         self._retain = retain
-        self._retain_bytes = retain_bytes
+        self._max_topics = max_topics
         self._logs: dict[str, _Log] = {}
+        self._events = RecentEvents(events=retain, topic_bytes=retain_bytes, total_bytes=total_bytes)
 
     async def append(self, topic: str, records: Sequence[Record]) -> list[int]:
-        log = self._logs.setdefault(topic, _Log())
+        log = self._logs.get(topic)
+        if log is None:
+            check_topic_count(len(self._logs), self._max_topics, topic)
+            log = self._logs[topic] = _Log()
         numbers = []
         for record in records:
             seq = log.ids.get(record.id)
             if seq is None:
                 log.last = seq = log.last + 1
                 log.ids[record.id] = seq
-                log.events.append(
+                self._events.add(
+                    topic,
                     Event(
                         id=record.id,
                         body=record.body,
@@ -107,27 +141,22 @@ class MemoryTopicStore:
                         sender=record.sender,
                         traceparent=record.traceparent,
                         seq=seq,
-                    )
+                    ),
                 )
-                log.bytes += len(record.body)
             numbers.append(seq)
-        while len(log.events) > self._retain or (log.bytes > self._retain_bytes and len(log.events) > 1):
-            log.bytes -= len(log.events.popleft().body)
         while len(log.ids) > self._retain + REMEMBERED_IDS:
             log.ids.popitem(last=False)
         return numbers
 
     async def read(self, topic: str, after: int, limit: int) -> list[Event]:
-        log = self._logs.get(topic)
-        if log is None or not log.events:
-            return []
-        return slice_events(log.events, after, limit)
+        return slice_events(self._events.of(topic), after, limit)
 
     async def bounds(self, topic: str) -> tuple[int, int]:
         log = self._logs.get(topic)
         if log is None:
             return 1, 0
-        return (log.events[0].seq if log.events else log.last + 1), log.last
+        events = self._events.of(topic)
+        return (events[0].seq if events else log.last + 1), log.last
 
 
 def slice_events(events: deque[Event], after: int, limit: int) -> list[Event]:

@@ -7,10 +7,12 @@ from typing import ClassVar
 
 import anyio
 import anyio.lowlevel
+import pytest
 
-from offbook.actors import Actor, Agent, Message, Request, Supervision, on
+from offbook.actors import Actor, Agent, JournalTopicStore, Message, Request, Supervision, TooManyTopics, on
 from offbook.actors.testing import stored_state, team
-from offbook.bus import connect
+from offbook.bus import Record, connect
+from offbook.bus.topics import TOPICS
 
 
 class News(Message):
@@ -232,3 +234,37 @@ async def test_agents_may_have_topics_too(tmp_path: Path) -> None:
         await host.publish("news", News("x"))
         await host.idle()
         assert (await stored_state(host, "listener/a"))["said"] == ["You said: x"]
+
+
+async def test_a_topic_too_many_is_a_dead_letter_at_once_and_the_others_go_on(tmp_path: Path) -> None:
+    async with team(tmp_path, engine=False) as (host, _):
+        await host.spawn(Reader, "r")
+        await host.publish("news", News("first"))
+        store = JournalTopicStore(host.journal, max_topics=2)
+        assert await store.append("more", [Record(id="1", body=b"\xc0")]) == [1]
+        with pytest.raises(TooManyTopics, match="there are 2 topics"):
+            await store.append("too", [Record(id="1", body=b"\xc0")])
+        assert await store.append("more", [Record(id="2", body=b"\xc0")]) == [2]
+        # As many as there may be.
+        await host.journal.do(
+            "test",
+            lambda db: db.execute(
+                "WITH RECURSIVE n(i) AS (SELECT 3 UNION ALL SELECT i + 1 FROM n WHERE i < ?) "
+                "INSERT INTO topic_heads SELECT 't' || i, 1 FROM n",
+                (TOPICS,),
+            ),
+        )
+        await host.spawn(Diarist, "d")
+        await host.tell("diarist/d", Say("today"))
+        await host.idle()
+        [letter] = await host.dead_letters()
+        assert (letter.actor, letter.reason[:13]) == ("topic diary-today", "TooManyTopics")
+        await host.tell("reader/r", Say("second"))
+        await host.idle()
+        assert len(await host.dead_letters()) == 1
+
+
+class Diarist(Actor):
+    @on
+    async def say(self, msg: Say) -> None:
+        await self.publish(f"diary-{msg.text}", News(msg.text))
