@@ -1,15 +1,17 @@
 /* offbook's CPU kernels: attention that reads the block pool in place, packed as it is, and linear layers of
  * few rows.
  *
- * One library of several parts: native_layout.h (the pool as chunks), native_decode.h and native_prefill.h
- * (how a call is cut into tasks), native_attend.h on native_simd.h (what a task computes, compiled once per
- * instruction set), native_quant.h (sealing, dequantising), native_linear.h on native_dot.h (linear layers),
- * native_block.h on native_rows.h (what else a decoder layer does), native_packing.h and native_pack.h (weights
- * in 4 or 8 bits), native_threads.h. This file owns the choice of the instruction set, the working memory, and sealing.
+ * One library of several parts: native_layout.h (the pool as chunks), native_share.h (which rows read the same
+ * slots), native_decode.h and native_prefill.h (how a call is cut into tasks), native_attend.h on native_simd.h
+ * (what a task computes, compiled once per instruction set), native_quant.h (sealing, dequantising),
+ * native_linear.h on native_dot.h (linear layers), native_block.h on native_rows.h (what else a decoder layer
+ * does), native_packing.h and native_pack.h (weights in 4 or 8 bits), native_threads.h. This file owns the choice
+ * of the instruction set, the working memory, and sealing.
  *
- * Determinism: the cut of a row depends on its own length and window alone, every sum has a fixed order, and
- * parts are joined in order. So a row's result has the same bits alone or in a batch, on any number of
- * threads (on one machine: other instruction sets round differently).
+ * Determinism: the cut of a row depends on its own length and window alone, every sum has a fixed order
+ * whatever other rows are computed with it, and parts are joined in order. So a row's result has the same bits
+ * alone or in a batch, sharing a prefix or not, on any number of threads (on one machine: other instruction
+ * sets round differently).
  */
 #if defined(__has_include)
 #if __has_include(<Python.h>)
@@ -165,10 +167,13 @@ static void *take(char **at, size_t count, size_t item) {
     return p;
 }
 
-/* Lay out a work item for m rows at `at`; with `at` 0 the end is its size. */
-static char *lay_out(const struct layer *l, int64_t m, char *at, struct work *w) {
+/* Lay out a work item for m rows at `at`; with `at` 0 the end is its size. Rows are multiplied with packed codes
+ * where `alike`, the rows that are always computed together, are few: so that others beside them do not
+ * change their bits. */
+static char *lay_out(const struct layer *l, int64_t m, int64_t alike, char *at, struct work *w) {
     size_t rows = (size_t)m, dk = (size_t)l->dk, dv = (size_t)padded(l->dv);
-    size_t few = m <= ROWS && !l->latent ? rows : 0;
+    size_t few = alike <= FEW && !l->latent ? rows : 0;
+    size_t codes = few && m > ROWS && l->value_bits != 16 ? (size_t)l->value_group * BLOCK : 0;
     w->m = m;
     w->few = few > 0;
     w->queries = take(&at, rows * dk, 4);
@@ -185,17 +190,21 @@ static char *lay_out(const struct layer *l, int64_t m, char *at, struct work *w)
     w->constant = take(&at, rows * GROUPS, 4);
     w->token = take(&at, 2 * BLOCK, 4);
     w->key_tile = take(&at, (size_t)padded(l->dk) * GROUP, 4);
-    w->value_tile = take(&at, dv * GROUP, 4);
+    w->value_tile = take(&at, dv * GROUP > codes ? dv * GROUP : codes, 4);
     return at;
 }
 
-/* Start a work item whose result goes to `out` ([m, dv padded], max, sum). */
-static void begin(const struct layer *l, struct work *w, float *out) {
+/* From here on the result goes to `out` ([m, dv padded], max, sum). */
+static void restart(const struct layer *l, struct work *w, float *out) {
     w->out = out;
     w->max = out + w->m * padded(l->dv);
     w->sum = w->max + w->m;
     memset(out, 0, (size_t)(w->m * (padded(l->dv) + 2)) * sizeof *out);
     for (int64_t r = 0; r < w->m; r++) w->max[r] = -INFINITY;
+}
+
+/* Scale a work item's queries. */
+static void begin(const struct layer *l, struct work *w) {
     float scale = l->softcap > 0 ? l->scale : l->scale * LOG2E;
     int64_t n = w->m * l->dk;
     for (int64_t i = 0; i < n; i++) w->queries[i] *= scale;
@@ -209,6 +218,7 @@ static int small(const struct layer *l, int64_t tokens_times_rows) {
     return tokens_times_rows * l->heads * (l->dk + l->dv) < 600000;
 }
 
+#include "native_share.h"
 #include "native_decode.h"
 #include "native_prefill.h"
 #include "native_linear.h"
@@ -279,7 +289,7 @@ API int offbook_dequantise(const struct layer *l, const struct step *s, int64_t 
 
 /* ---- what the library is and may use */
 
-API int offbook_abi(void) { return 5; }
+API int offbook_abi(void) { return 6; }
 
 API void offbook_threads(int threads) {
     pool_resize(threads);

@@ -5,8 +5,9 @@ step and is built once per step and layer group; a call then costs a few microse
 the pool in place, releases the GIL, and spreads its work over a small pool of threads. Calls from
 several threads take turns.
 
-The library is compiled at install time and optional: ask ``available()`` first. A row's result has the
-same bits alone, in a batch, and on any number of threads.
+Rows of a decode whose tables name the same slots (agents with a common prefix) are attended to there as
+one product. The library is compiled at install time and optional: ask ``available()`` first. A row's result
+has the same bits alone, in a batch, sharing a prefix or not, and on any number of threads.
 
 Memory rule: a handle keeps the arrays it was built from alive, but not their place. When the pool is
 rebuilt, build new handles.
@@ -63,7 +64,8 @@ class _Step(ctypes.Structure):
     _fields_ = [
         ("rows", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("blocks", "pages", "block_at", "page_at")),
-        *((name, ctypes.c_void_p) for name in ("sealed", "length", "start")),
+        *((name, ctypes.c_void_p) for name in ("sealed", "length", "start", "runs", "members")),
+        ("run_count", ctypes.c_int64),
     ]
 
 
@@ -101,7 +103,8 @@ class StepTables:
     """
 
     __slots__ = (
-        "_arrays", "_struct", "address", "has_new", "lengths", "max_page", "max_slot", "rows", "sealed",
+        "_arrays", "_blocks", "_runs", "_struct", "address", "has_new", "lengths", "max_page", "max_slot",
+        "rows", "sealed",
     )  # fmt: skip
 
     def __init__(
@@ -160,10 +163,33 @@ class StepTables:
         numbers = np.array([block_at, page_at, sealed, lengths, starts], np.int64)
         tables = np.array(flat_blocks + flat_pages, np.int32)
         self._arrays = (numbers, tables)
+        self._blocks = len(flat_blocks)
+        self._runs: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
         at, table_at = _address(numbers), _address(tables)
         offsets = [at + 8 * rows * i for i in range(5)]
         self._struct = _Step(rows, table_at, table_at + 4 * len(flat_blocks), *offsets)
         self.address = ctypes.addressof(self._struct)
+
+    def runs(self) -> list[tuple[int, int, tuple[int, ...]]]:
+        """Who shares what: (first block, one past the last, rows) of each run of blocks that these rows, and
+        no others, read from the same slots. Each visible block of each row is in one run. Computed once.
+        """
+        self.share()
+        assert self._runs is not None
+        runs, members = self._runs
+        return [
+            (block, last, tuple(members[at : at + count].tolist()))
+            for block, last, at, count in runs[: self._struct.run_count].tolist()
+        ]
+
+    def share(self) -> None:
+        """Find the runs that a decode works by, unless that was done."""
+        if self._runs is None:
+            runs, members = np.empty((self._blocks, 4), np.int32), np.empty(self._blocks, np.int32)
+            self._struct.runs, self._struct.members = _address(runs), _address(members)
+            if library().offbook_share(self.address) < 0:
+                raise MemoryError("the attention kernel could not get working memory")
+            self._runs = runs, members
 
 
 class LayerHandle:
@@ -290,6 +316,7 @@ class LayerHandle:
             out = np.empty((rows, self.query_heads, self.value_width), np.float32)
         if scale is not None and scale != self.scale:
             self._rescale(scale)
+        tables.share()
         if self._decode(
             self._address,
             tables.address,

@@ -1,8 +1,9 @@
 /* Attention over chunks of up to 256 tokens, for one instruction set: scores, online softmax, values.
  *
- * A work item is m query rows (query heads of one KV head, times query tokens in a prefill) against the same
- * keys and values. Few rows multiply with the packed codes directly, the scales folded into the queries and
- * the probabilities; many rows share one dequantised tile of 64 tokens.
+ * A work item is m query rows (query heads of one KV head, times the agents that share the block in a decode,
+ * times query tokens in a prefill) against the same keys and values. Few rows multiply with the packed codes
+ * directly, the scales folded into the queries and the probabilities; many rows share one dequantised tile of
+ * 64 tokens. A query row's sums have one order, however many rows are beside it.
  */
 
 /* 64 tokens' keys as floats, transposed: tile[channel][64]. Tokens from `tokens` on repeat the last one. */
@@ -76,15 +77,30 @@ static TARGET void FN(value_tile)(const struct layer *l, const struct chunk *c, 
     }
 }
 
+/* Packed codes as floats, `rows` of `columns`: what `multiply` makes of them on its way, so that a product with
+ * these has the same bits. Worth it for query rows that would unpack them several times, where vectors are
+ * short; with AVX the unpacking costs less than the detour through memory (measured: +5 %). */
+static TARGET void FN(codes)(int kind, const uint8_t *b, int64_t b_row, int64_t ahead, int64_t rows, int64_t columns, float *tile) {
+    for (int64_t k = 0; k < rows; k++, b += b_row) {
+        __builtin_prefetch(b + ahead);
+        if (kind == U4)
+            for (int64_t i = 0; i < columns; i += VW) FN(store)(tile + k * columns + i, FN(element)(U4, b, i));
+        else
+            for (int64_t i = 0; i < columns; i += VW) FN(store)(tile + k * columns + i, FN(element)(U8, b, i));
+    }
+}
+
 /* Queries times the scales of every channel and group, and their products with the biases: with the codes q,
  * a score is folded[r][d][group] * q[d][token] summed over d, plus constant[r][group]. */
 static TARGET void FN(fold_queries)(const struct layer *l, const struct chunk *c, const struct work *w) {
     const int64_t n = 4 * l->dk;
+    for (int64_t i = 0; i < n; i += 32) {
+        __builtin_prefetch(c->k_scales + c->k_scales_ahead + i);
+        __builtin_prefetch(c->k_biases + c->k_scales_ahead + i);
+    }
     for (int64_t r = 0; r < w->m; r++) {
         vf constant = {0};
         for (int64_t i = 0; i < n; i += VW) {
-            __builtin_prefetch(c->k_scales + c->k_scales_ahead + i);
-            __builtin_prefetch(c->k_biases + c->k_scales_ahead + i);
             vf q = FN(load)(w->spread + r * n + i);
             FN(store)(w->folded + r * n + i, q * FN(widen)(c->k_scales + i));
             constant += q * FN(widen)(c->k_biases + i);
@@ -103,8 +119,13 @@ static TARGET void FN(scores)(const struct layer *l, const struct chunk *c, cons
     for (int64_t g = from / GROUP; g * GROUP < to; g++) {
         struct product p = {.depth = l->dk, .columns = GROUP, .c = w->scores + g * GROUP, .c_row = BLOCK};
         if (fold) {
+            int kind = c->key_kind;
             p.a = w->folded + g, p.a_row = 4 * l->dk, p.a_column = 4, p.b = c->k[g], p.b_row = c->k_row, p.ahead = c->k_ahead;
-            FN(multiply)(c->key_kind, w->m, p);
+            if (VW == 4 && w->m > ROWS) {
+                FN(codes)(kind, p.b, p.b_row, p.ahead, p.depth, GROUP, w->key_tile);
+                p.b = (const uint8_t *)w->key_tile, p.b_row = GROUP * 4, p.ahead = 0, kind = F32;
+            }
+            FN(multiply)(kind, w->m, p);
         } else {
             FN(key_tile)(l, c, (int)g, w->key_tile);
             p.a = w->queries, p.a_row = l->dk, p.a_column = 1, p.b = (const uint8_t *)w->key_tile, p.b_row = GROUP * 4;
@@ -189,7 +210,12 @@ static TARGET void FN(values_folded)(const struct layer *l, const struct chunk *
                             .b = c->v[0] + from * c->v_row + (c->value_kind == U4 ? g * l->value_group / 2 : g * l->value_group),
                             .depth = to - from, .columns = l->value_group, .c = w->out + g * l->value_group, .c_row = wide,
                             .alpha = w->alpha, .ahead = c->v_ahead};
-        FN(multiply)(c->value_kind, w->m, p);
+        int kind = c->value_kind;
+        if (VW == 4 && w->m > ROWS) {
+            FN(codes)(kind, p.b, p.b_row, p.ahead, p.depth, p.columns, w->value_tile);
+            p.b = (const uint8_t *)w->value_tile, p.b_row = p.columns * 4, p.ahead = 0, kind = F32;
+        }
+        FN(multiply)(kind, w->m, p);
         for (int64_t r = 0; r < w->m; r++)
             for (int64_t d = g * l->value_group; d < (g + 1) * l->value_group; d += VW) {
                 float *o = w->out + r * wide + d;
@@ -248,10 +274,21 @@ static TARGET void FN(join)(const struct layer *l, const float *parts, int64_t c
         if (sinks) sum = FN(exp2_scalar)(sinks[r % heads] * LOG2E - max);
         for (int64_t p = 0; p < count; p++) sum += state[p * size + m] * FN(exp2_scalar)(state[p * size] - max);
         float *to = out.data + r / heads * out.token + r % heads * out.head;
-        for (int64_t d = 0; d < l->dv; d++) to[d] = 0;
-        for (int64_t p = 0; p < count; p++) {
-            float weight = FN(exp2_scalar)(state[p * size] - max) / sum;
-            for (int64_t d = 0; d < l->dv; d++) to[d] += first[p * size + d] * weight;
+        for (int64_t p = 0; p < count; p += GROUP) { /* some parts at a time: as many as there is room for weights */
+            float weight[GROUP];
+            const int64_t some = count - p < GROUP ? count - p : GROUP;
+            for (int64_t i = 0; i < some; i++) weight[i] = FN(exp2_scalar)(state[(p + i) * size] - max) / sum;
+            int64_t d = 0;
+            for (; d + VW <= l->dv; d += VW) {
+                vf x = p ? FN(load)(to + d) : (vf){0};
+                for (int64_t i = 0; i < some; i++) x += FN(load)(first + (p + i) * size + d) * weight[i];
+                FN(store)(to + d, x);
+            }
+            for (; d < l->dv; d++) {
+                float x = p ? to[d] : 0;
+                for (int64_t i = 0; i < some; i++) x += first[(p + i) * size + d] * weight[i];
+                to[d] = x;
+            }
         }
     }
 }

@@ -8,7 +8,12 @@
 
 enum { GROUP = 64, BLOCK = 256, GROUPS = 4, ROWS = 6 /* query rows that share an unpacking in registers */ };
 enum { F32, BF16, U4, U8, LATENT }; /* kinds of rows; LATENT: values are channels of the keys */
-enum { SPLIT = 16, TILE_ROWS = 96 };
+enum { SPLIT = 16, TILE_ROWS = 96, TASK_BLOCKS = 8 };
+#if defined(__x86_64__) /* this many query rows multiply packed codes directly */
+enum { FEW = 12 };
+#else
+enum { FEW = ROWS };
+#endif
 enum { TASK_BYTES = 96 << 10, PANEL_BYTES = 32 << 10, MIN_PANEL = 256 }; /* of linear layers: see native_dot.h */
 enum { SILU, GELU }; /* activations of a gated block; GELU: its approximation with tanh */
 
@@ -30,6 +35,13 @@ struct step {
     const int32_t *blocks, *pages;      /* all rows' tables, one after another */
     const int64_t *block_at, *page_at;  /* where each row's begins */
     const int64_t *sealed, *length, *start;
+    struct run *runs;                   /* for a decode: see native_share.h */
+    int32_t *members;
+    int64_t run_count;
+};
+
+struct run { /* blocks [block, last), which `count` rows, members[at ...], read from the same slots */
+    int32_t block, last, at, count;
 };
 
 struct rows { /* [tokens, heads, width] with any strides (in floats) of the first two axes */

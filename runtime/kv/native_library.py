@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-_ABI = 5
+_ABI = 6
 
 
 class NativeUnavailable(RuntimeError):
@@ -42,6 +42,7 @@ def _load() -> ctypes.CDLL:
     rows = [pointer, integer, integer]
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "offbook_decode": (ctypes.c_int, [pointer, pointer, *rows * 4, pointer]),
+        "offbook_share": (integer, [pointer]),
         "offbook_prefill": (ctypes.c_int, [pointer, pointer, integer, integer, integer, *rows * 4, pointer]),
         "offbook_seal": (ctypes.c_int, [pointer, integer, pointer, pointer, pointer]),
         "offbook_dequantise": (

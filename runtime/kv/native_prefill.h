@@ -22,7 +22,7 @@ static void prefill_task(void *job, int64_t index, int worker) {
     const int32_t *blocks = s->blocks + s->block_at[d->row], *pages = s->pages + s->page_at[d->row];
 
     struct work w;
-    lay_out(l, queries * l->rep, private[worker].data, &w);
+    lay_out(l, queries * l->rep, queries * l->rep, private[worker].data, &w);
     for (int64_t r = 0; r < w.m; r++) {
         int64_t t = query + r / l->rep, position = history + t;
         memcpy(w.queries + r * l->dk, d->q.data + t * d->q.token + (head * l->rep + r % l->rep) * d->q.head, (size_t)l->dk * 4);
@@ -33,7 +33,8 @@ static void prefill_task(void *job, int64_t index, int worker) {
     w.highest = w.high[w.m - 1];
     int64_t width = padded(l->dv) + 2;
     float *sums = d->sums + (tile * l->heads + head) * d->parts * d->step * l->rep * width;
-    begin(l, &w, d->parts > 1 ? sums + part * w.m * width : w.out);
+    begin(l, &w);
+    restart(l, &w, d->parts > 1 ? sums + part * w.m * width : w.out);
 
     int64_t in_blocks = over(sealed, BLOCK), in_pages = over(history - sealed, BLOCK);
     int64_t all = in_blocks + in_pages + over(d->tokens, BLOCK), per = over(all, d->parts);
@@ -94,7 +95,7 @@ API int offbook_prefill(const struct layer *l, const struct step *s, int64_t row
     size_t items = (size_t)(d.tiles * l->heads);
     size_t floats = d.parts > 1 ? items * (size_t)(d.parts * d.step * l->rep * (padded(l->dv) + 2)) : 0;
     int failed = reserve(&shared, items * 4 + floats * 4 + 2 * 64) ||
-                 reserve_private((size_t)lay_out(l, d.step * l->rep, NULL, &w));
+                 reserve_private((size_t)lay_out(l, d.step * l->rep, d.step * l->rep, NULL, &w));
     if (!failed) {
         char *at = shared.data;
         d.left = take(&at, items, 4);

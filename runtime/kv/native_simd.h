@@ -40,17 +40,31 @@ SIMD vf FN(max)(vf x, vf y) {
 #endif
 }
 
-SIMD float FN(sum)(vf x) {
-    float s = 0;
-    for (int i = 0; i < VW; i++) s += x[i];
-    return s;
-}
-
+/* Halves are combined until one element is left: a chain of single elements takes as long as the products of a
+ * row with a block's channels. */
+#if defined(ISA_AVX512)
+SIMD float FN(sum)(vf x) { return _mm512_reduce_add_ps((__m512)x); }
+SIMD float FN(top)(vf x) { return _mm512_reduce_max_ps((__m512)x); }
+#else
+#if defined(ISA_AVX2)
+#define HALVES(op)                                                                                          \
+    __m128 h = op(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));                  \
+    h = op(h, _mm_movehl_ps(h, h));                                                                         \
+    return _mm_cvtss_f32(op(h, _mm_movehdup_ps(h)));
+SIMD float FN(sum)(vf x) { HALVES(_mm_add_ps) }
+SIMD float FN(top)(vf x) { HALVES(_mm_max_ps) }
+#undef HALVES
+#elif defined(__aarch64__)
+SIMD float FN(sum)(vf x) { return vaddvq_f32((float32x4_t)x); }
+SIMD float FN(top)(vf x) { return vmaxvq_f32((float32x4_t)x); }
+#else
+SIMD float FN(sum)(vf x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 SIMD float FN(top)(vf x) {
-    float s = x[0];
-    for (int i = 1; i < VW; i++) s = s > x[i] ? s : x[i];
-    return s;
+    float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
+    return a > b ? a : b;
 }
+#endif
+#endif
 
 /* 2^x within 2e-7, 0 below 2^-126. Coefficients of Cephes' exp2f, for |fraction| <= 1/2. */
 SIMD vf FN(exp2)(vf x) {
@@ -224,6 +238,7 @@ static TARGET void FN(multiply)(int kind, int64_t m, struct product p) {
         p.a += rows * p.a_row;
         p.c += rows * p.c_row;
         if (p.alpha) p.alpha += rows;
+        p.ahead = 0; /* the first fetched it */
     }
 }
 
