@@ -12,6 +12,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import llguidance
@@ -20,7 +21,8 @@ import numpy as np
 
 from offbook.bus.errors import InvalidRequest
 
-from .closing import closing, completes
+from .closing import Closer, completes
+from .patterns import example, patterns_in
 from .sampling import Sampler
 from .schema import enforceable
 from .text import BytesDetokenizer
@@ -36,7 +38,19 @@ DRAWS = 4
 """Tokens that are tried at one place before the shortest way to the end is taken."""
 
 _LOCK = threading.Lock()
-_COMPILED: OrderedDict[tuple[int, str], tuple[Vocabulary, Any, list[int]]] = OrderedDict()
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A schema, made ready: its matcher at the beginning, and its shortest reply."""
+
+    vocabulary: Vocabulary
+    matcher: Any
+    closer: Closer
+    shortest: list[int]
+
+
+_COMPILED: OrderedDict[tuple[int, str], Compiled] = OrderedDict()
 
 
 def compile_schema(schema: dict[str, Any], loaded: Any, max_tokens: int) -> Constraint:
@@ -51,44 +65,46 @@ def compile_schema(schema: dict[str, Any], loaded: Any, max_tokens: int) -> Cons
     with _LOCK:
         known = _COMPILED.pop(key, None)
     if known is None:
-        known = (vocabulary, *_compile(schema, vocabulary))
+        known = _compile(schema, vocabulary)
     with _LOCK:
         _COMPILED[key] = known
         while len(_COMPILED) > KEPT:
             _COMPILED.popitem(last=False)
-        matcher = known[1].deep_copy()
-    shortest = known[2]
-    if len(shortest) > max_tokens:
+        matcher = known.matcher.deep_copy()
+    needed = len(known.shortest)
+    if needed > max_tokens:
         raise InvalidRequest(
-            f"max_tokens={max_tokens}: the shortest reply of this JSON schema takes {len(shortest)} tokens; "
-            f"give at least {len(shortest)}",
-            needed=len(shortest),
+            f"max_tokens={max_tokens}: the shortest reply of this JSON schema takes {needed} tokens; "
+            f"give at least {needed}",
+            needed=needed,
         )
-    return Constraint(matcher, vocabulary, shortest)
+    return Constraint(known, matcher)
 
 
-def _compile(schema: dict[str, Any], vocabulary: Vocabulary) -> tuple[Any, list[int]]:
-    """The matcher at its beginning, and the shortest reply."""
+def _compile(schema: dict[str, Any], vocabulary: Vocabulary) -> Compiled:
+    enforced = enforceable(schema)
     grammar = llguidance.LLMatcher.grammar_from_json_schema(
-        json.dumps(enforceable(schema)), overrides={"whitespace_flexible": False}
+        json.dumps(enforced), overrides={"whitespace_flexible": False}
     )
     matcher = llguidance.LLMatcher(vocabulary.tokenizer, grammar, log_level=0)
     error = " ".join(matcher.get_error().split())
     if error:
         raise InvalidRequest(f"the reply's JSON schema cannot be enforced: {error[:500]}")
-    shortest = closing(matcher, vocabulary, limit=1 << 20, effort=-THOROUGH)
+    examples = [text for pattern in patterns_in(enforced) if (text := example(pattern)) is not None]
+    closer = Closer(vocabulary, examples)
+    shortest = closer.closing(matcher, limit=1 << 20, effort=THOROUGH)
     if shortest is None:
         raise InvalidRequest("the reply's JSON schema cannot be enforced: no text was found that is of it")
-    return matcher, shortest
+    return Compiled(vocabulary, matcher, closer, shortest)
 
 
 class Constraint:
     """Which tokens may come next in one row, and how the reply ends in time."""
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary, shortest: list[int]) -> None:
-        self._matcher, self._vocabulary = matcher, vocabulary
-        self._closing = shortest
-        self._ended = False
+    def __init__(self, compiled: Compiled, matcher: Any) -> None:
+        self._matcher, self._vocabulary, self._closer = matcher, compiled.vocabulary, compiled.closer
+        self._closing = compiled.shortest
+        self._ended = self._looked = False
         self._lost = False
         """The matcher has hit a limit of its own: what is known to complete the reply is all there is."""
 
@@ -112,7 +128,7 @@ class Constraint:
         Args:
             logits: [vocabulary]. history: the ids before. left: tokens there may still be, this one included.
         """
-        if len(self._closing) >= left and self._closing:
+        if self._closing and len(self._closing) >= left:
             self._look_for_shorter()
         if self._lost or (self._closing and len(self._closing) >= left):
             return self._close()
@@ -141,15 +157,17 @@ class Constraint:
         """Accept a token, if the reply can be completed within ``left`` more."""
         if self._closing and token == self._closing[0]:
             rest: list[int] | None = self._closing[1:]
+            looked = self._looked
         else:
             after = self._matcher.deep_copy()
             if after.validate_tokens([token]) != 1 or not after.consume_token(token):
                 return False
             rest = self._rest(after, left)
+            looked = False
         if rest is None or len(rest) > left:
             return False
         self._consume(token)
-        self._closing = rest
+        self._closing, self._looked = rest, looked
         return True
 
     def _rest(self, after: Any, left: int) -> list[int] | None:
@@ -161,13 +179,14 @@ class Constraint:
             rest = self._closing[skip:]
             if len(rest) <= left and completes(after, rest):
                 return rest
-        return closing(after, self._vocabulary, limit=left, effort=QUICK)
+        return self._closer.closing(after, limit=left)
 
     def _look_for_shorter(self) -> None:
         """The known end may have been found where the reply was not so far."""
-        if not self._lost:
-            shorter = closing(self._matcher, self._vocabulary, limit=len(self._closing) - 1, effort=QUICK)
+        if not self._lost and not self._looked:
+            shorter = self._closer.closing(self._matcher, limit=len(self._closing) - 1, effort=QUICK)
             self._closing = shorter if shorter is not None else self._closing
+            self._looked = True
 
     def _close(self) -> int:
         """The next token of the known end; the end of the turn if the reply is complete."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from offbook.runtime.engine.job import Phase
 from offbook.runtime.supervisor import PoolSizes
@@ -55,6 +58,58 @@ def engine(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Iterato
         if not memory.loading:
             assert [group.used for group in pool.groups] == [0] * len(pool.groups)
             assert pool.pages.used == 0
+
+
+WORDS = (
+    "th",
+    "he",
+    "the",
+    "aa",
+    "aaaa",
+    "00",
+    "99",
+    "9999",
+    '""',
+    '":',
+    '","',
+    '"}',
+    "}}",
+    "]]",
+    "]}",
+    "[[",
+    "{}",
+)
+"""Tokens of some bytes, such as a reply's punctuation is made of."""
+
+
+@pytest.fixture(scope="session")
+def bytes_model(tiny: Callable[..., Any]) -> Loaded:
+    """A tiny model whose tokens are bytes and ``WORDS``, with a tokenizer of the usual kind."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [(word[:at], word[at:]) for word, at in _merges(WORDS)]
+    vocabulary = {text: i for i, text in enumerate([*alphabet, *dict.fromkeys(a + b for a, b in merges)])}
+    inner = Tokenizer(models.BPE(vocabulary, merges))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(["<end>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
+    end = fast.convert_tokens_to_ids("<end>")
+    return Loaded(
+        tiny("llama", vocab_size=300),
+        tokenizer=TokenizerWrapper(fast, eos_token_ids=[end]),
+        eos_token_ids=frozenset({end}),
+    )
+
+
+def _merges(words: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """How each word is put together: letter by letter, or from two halves that are words."""
+    for word in words:
+        half = len(word) // 2
+        if word[:half] in words and word[half:] in words:
+            yield word, half
+        else:
+            for size in range(2, len(word) + 1):
+                yield word[:size], size - 1
 
 
 @pytest.fixture

@@ -197,6 +197,7 @@ class Harness:
         **more: Any,
     ) -> Turn:
         sampling = sampling or SamplingParams(max_tokens=max_tokens)
+        detokenizer = self.loaded.tokenizer.detokenizer if constraint is None else constraint.detokenizer()
         turn: Turn
         job = Job(
             key=(agent, salt),
@@ -205,7 +206,7 @@ class Harness:
             kept=kept,
             max_tokens=0 if observe else sampling.max_tokens,
             sampler=Sampler(sampling),
-            text=None if observe else TextStream(self.loaded.tokenizer.detokenizer, sampling.stop),
+            text=None if observe else TextStream(detokenizer, sampling.stop),
             emit=lambda _, event: turn.events.put(
                 event if isinstance(event, str) else (next(self._finished), event)
             ),

@@ -1,4 +1,4 @@
-"""Typed replies: whatever a random model would say, what it says is of the schema."""
+"""Typed replies through the engine: whatever a random model would say, what it says is of the schema."""
 
 from __future__ import annotations
 
@@ -9,144 +9,130 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 import pytest
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from offbook.actors.lm import SamplingParams
-from offbook.bus.errors import InvalidRequest
+from offbook.bus.errors import Cancelled, EngineFailed
 from offbook.runtime.engine.constrain import compile_schema
+from tests.runtime.engine.replies import Engine, cancel, idle
+
+PROMPT = np.arange(40, 70)
 
 
-@pytest.fixture(scope="session")
-def bytes_model(tiny: Callable[..., Any], loaded_like: Any) -> Any:
-    """A tiny model whose tokens are bytes, with a tokenizer of the usual kind."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens(["<end>"])
-    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
-    end = fast.convert_tokens_to_ids("<end>")
-    return loaded_like(
-        tiny("llama", vocab_size=300),
-        tokenizer=TokenizerWrapper(fast, eos_token_ids=[end]),
-        eos_token_ids=frozenset({end}),
-    )
+class Step(msgspec.Struct, tag="step"):
+    what: Annotated[str, msgspec.Meta(min_length=1)]
+    minutes: Annotated[int, msgspec.Meta(ge=1, le=600)]
+
+
+class Pause(msgspec.Struct, tag="pause"):
+    why: str | None = None
 
 
 class Plan(msgspec.Struct, forbid_unknown_fields=True):
     urgent: bool
-    steps: Annotated[list[Annotated[str, msgspec.Meta(max_length=8)]], msgspec.Meta(max_length=3)]
+    goal: str
+    steps: list[Step | Pause]
+    odds: Annotated[float, msgspec.Meta(ge=0, le=1)]
     mood: Literal["glad", "sad"] | None
+    notes: dict[str, int]
 
 
-def string(**more: Any) -> dict[str, Any]:
-    return {"type": "string", "maxLength": 12, **more}
+KINDS: dict[str, Any] = {"plan": Plan, "text": str, "number": int, "list": list[str], "union": Step | Pause}
 
 
-def closed(**properties: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
+def typed(one: Any, agent: str, kind: Any, **sampling: Any) -> Any:
+    """A job whose reply is of a type."""
+    params = SamplingParams(**sampling)
+    constraint = compile_schema(msgspec.json.schema(kind), one.loaded, params.max_tokens)
+    return one.job(agent, PROMPT, sampling=params, constraint=constraint, ignore_end=False)
 
 
-SCHEMAS: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
-    "string": (string(), lambda x: isinstance(x, str)),
-    "boolean": ({"type": "boolean"}, lambda x: isinstance(x, bool)),
-    "integer range": ({"type": "integer", "minimum": 3, "maximum": 40}, lambda x: 3 <= x <= 40),
-    "enum": ({"enum": ["flee", "stay", 3, None]}, lambda x: x in ("flee", "stay", 3, None)),
-    "const": ({"const": "yes"}, lambda x: x == "yes"),
-    "pattern": (string(pattern="^[a-c]{2,4}$"), lambda x: 2 <= len(x) <= 4 and set(x) <= set("abc")),
-    "array": (
-        {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
-        lambda x: 2 <= len(x) <= 4 and all(isinstance(i, bool) for i in x),
-    ),
-    "object": (
-        closed(name=string(), old={"type": "boolean"}),
-        lambda x: set(x) == {"name", "old"} and isinstance(x["name"], str),
-    ),
-    "nested": (
-        closed(plan=closed(steps={"type": "array", "items": string(), "maxItems": 2})),
-        lambda x: len(x["plan"]["steps"]) <= 2,
-    ),
-    "any of": (
-        {"anyOf": [closed(go={"const": True}), {"type": "null"}]},
-        lambda x: x is None or x == {"go": True},
-    ),
-    "reference": (
-        {"$ref": "#/$defs/Mood", "$defs": {"Mood": closed(mood={"enum": ["glad", "sad"]})}},
-        lambda x: x["mood"] in ("glad", "sad"),
-    ),
-    "optional": (
-        {"type": "object", "properties": {"a": {"type": "boolean"}}, "additionalProperties": False},
-        lambda x: x in ({}, {"a": True}, {"a": False}),
-    ),
-}
-
-
-def reply(engine: Any, schema: dict[str, Any], agent: str, **sampling: Any) -> str:
-    turn = engine.start(
-        agent,
-        np.arange(10, 40),
-        sampling=SamplingParams(max_tokens=200, **sampling),
-        constraint=compile_schema(schema, engine.loaded, 200),
-        ignore_end=False,
-    )
-    done = turn.wait()
-    assert done.finish_reason == "stop"
-    return str(done.text)
-
-
-@pytest.mark.parametrize("feature", SCHEMAS)
-def test_a_reply_is_of_its_schema_every_time(
-    engine: Callable[..., Any], bytes_model: Any, feature: str
-) -> None:
-    schema, valid = SCHEMAS[feature]
+@pytest.mark.parametrize("most", [60, 77, 160])
+def test_a_reply_is_of_its_type_every_time(engine: Engine, bytes_model: Any, most: int) -> None:
     one = engine(bytes_model.model, loaded=bytes_model)
-    for seed in range(3):
-        text = reply(one, schema, f"a{seed}", temperature=1.0, seed=seed)
-        assert valid(json.loads(text)), text
-    assert valid(json.loads(reply(one, schema, "greedy")))
+    samplings: list[dict[str, Any]] = [{}, *({"temperature": 1.0 + seed, "seed": seed} for seed in range(3))]
+    turns = [
+        (kind, typed(one, f"{name} {i}", kind, max_tokens=most, **sampling))
+        for name, kind in KINDS.items()
+        for i, sampling in enumerate(samplings)
+    ]
+    one.submit(*(turn for _, turn in turns))
+    for kind, turn in turns:
+        reply = turn.wait()
+        assert reply.finish_reason == "stop"
+        assert reply.usage.generated_tokens <= most
+        assert "".join(turn.pieces) == reply.text
+        msgspec.json.decode(reply.text, type=kind)
 
 
-def test_a_struct_comes_back_from_its_own_schema(engine: Callable[..., Any], bytes_model: Any) -> None:
+def test_a_typed_reply_is_the_same_whatever_its_neighbours(engine: Engine, bytes_model: Any) -> None:
     one = engine(bytes_model.model, loaded=bytes_model)
-    schema = msgspec.json.schema(Plan)
-    text = reply(one, schema, "a", temperature=1.0, seed=5)
-    assert isinstance(msgspec.json.decode(text, type=Plan), Plan)
+    sampling = {"max_tokens": 90, "temperature": 1.0, "seed": 5}
+    expected = one.submit(typed(one, "alone", Plan, **sampling)).wait().text
+    mine = typed(one, "mine", Plan, **sampling)
+    others = [typed(one, f"o{i}", list[str], max_tokens=30, temperature=2.0) for i in range(3)]
+    one.submit(*others, mine)
+    assert mine.wait().text == expected
 
 
 def test_unconstrained_rows_of_the_same_batch_say_what_they_say_alone(
-    engine: Callable[..., Any], bytes_model: Any
+    engine: Engine, bytes_model: Any
 ) -> None:
     one, prompt = engine(bytes_model.model, loaded=bytes_model), np.arange(50, 90)
     expected = one.run("alone", prompt, max_tokens=12).text
     free = one.job("free", prompt, max_tokens=12)
-    typed = one.job(
-        "typed",
-        np.arange(10, 40),
-        sampling=SamplingParams(max_tokens=100),
-        constraint=compile_schema(SCHEMAS["object"][0], one.loaded, 100),
-    )
-    one.submit(typed, free)
+    plan = typed(one, "typed", Plan, max_tokens=100)
+    one.submit(plan, free)
     assert free.wait().text == expected
-    assert SCHEMAS["object"][1](json.loads(typed.wait().text))
+    assert msgspec.json.decode(plan.wait().text, type=Plan)
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [{"type": "nonsense"}, {"type": "string", "pattern": "("}, {"$ref": "#/$defs/Missing"}],
-    ids=["type", "pattern", "reference"],
-)
-def test_a_schema_that_cannot_be_enforced_is_refused(bytes_model: Any, schema: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match="schema cannot be enforced"):
-        compile_schema(schema, bytes_model, 200)
+def test_a_turn_after_a_typed_reply_goes_on_from_it(engine: Engine, bytes_model: Any) -> None:
+    one = engine(bytes_model.model, loaded=bytes_model)
+    reply = one.submit(typed(one, "a", Plan, max_tokens=80)).wait()
+    transcript = np.frombuffer(reply.appended, "<u4")
+    usage = one.run("a", np.concatenate([transcript, PROMPT]), max_tokens=2).usage
+    assert usage.source == "hot"
+    assert usage.reused_tokens >= len(transcript) - 1
+    assert json.loads(bytes_model.tokenizer.decode(transcript[len(PROMPT) :].tolist())) == json.loads(
+        reply.text
+    )
 
 
-def test_a_tokenizer_of_another_kind_is_refused(tiny: Callable[..., Any], loaded_like: Any) -> None:
-    with pytest.raises(InvalidRequest, match="fast tokenizer"):
-        compile_schema({"type": "boolean"}, loaded_like(tiny("llama")), 9)
+def test_log_probabilities_of_a_typed_reply_are_the_models_own(engine: Engine, bytes_model: Any) -> None:
+    one = engine(bytes_model.model, loaded=bytes_model)
+    reply = one.submit(typed(one, "a", Plan, max_tokens=70, logprobs=2)).wait()
+    assert [len(tops) for tops in reply.logprobs] == [2] * reply.usage.generated_tokens
+
+
+def test_a_typed_reply_cancelled_in_the_middle_is_over_within_a_step(
+    engine: Engine, gate: Callable[..., Any], bytes_model: Any
+) -> None:
+    one = engine(bytes_model.model, loaded=bytes_model)
+    held = gate(one, "decode")
+    turn = one.submit(typed(one, "a", Plan, max_tokens=160))
+    for _ in range(5):
+        held.wait()
+        held.step()
+    held.wait()
+    cancel(one, turn)
+    held.open()
+    with pytest.raises(Cancelled):
+        turn.wait()
+    assert len(turn.job.generated) <= 7
+    assert idle(one)
+    one.evict("a")
+    assert one.used() == (0, 0)
+
+
+def test_a_constraint_that_fails_fails_alone(engine: Engine, bytes_model: Any) -> None:
+    one = engine(bytes_model.model, loaded=bytes_model)
+    bad, good = (typed(one, name, Plan, max_tokens=80) for name in ("bad", "good"))
+
+    def broken(*args: Any) -> int:
+        raise RuntimeError("no such token")
+
+    bad.job.constraint.draw = broken
+    one.submit(bad, good)
+    with pytest.raises(EngineFailed, match="no such token"):
+        bad.wait()
+    assert msgspec.json.decode(good.wait().text, type=Plan)
