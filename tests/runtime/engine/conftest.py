@@ -112,6 +112,14 @@ def _merges(words: Sequence[str]) -> Iterator[tuple[str, int]]:
                 yield word[:size], size - 1
 
 
+@pytest.fixture(scope="session")
+def smollm2() -> Any:
+    """The embedded model."""
+    from offbook.runtime.models.load import load
+
+    return load("wheel:smollm2-135m-instruct")
+
+
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gate]:
     """``gate(harness, "decode")`` holds the step thread before a kind of step, until released."""

@@ -22,13 +22,6 @@ TALE = (
 )
 
 
-@pytest.fixture(scope="session")
-def smollm2() -> Any:
-    from offbook.runtime.models.load import load
-
-    return load("wheel:smollm2-135m-instruct")
-
-
 @pytest.fixture
 def speak(engine: Callable[..., Any], smollm2: Any) -> Callable[..., Any]:
     """Starts an engine over the real model, with a pool of so many blocks and pages."""
