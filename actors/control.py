@@ -94,3 +94,74 @@ class HostInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     failed: int
     dead_letters: int
     failures: tuple[FailureInfo, ...] = ()
+
+
+class DeadInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One dead letter: a message that was given up.
+
+    Attributes:
+        number: names it; later ones have higher numbers.
+        to: its receiver's address, or ``topic NAME`` for a publication.
+        reason: the error of its last try.
+        at: when it was given up, seconds since 1970.
+        size: bytes of its body.
+        body: as JSON, shortened.
+    """
+
+    number: int
+    to: str
+    type: str
+    sender: str
+    reason: str
+    tries: int
+    at: float
+    size: int
+    body: str
+
+
+class ListDead(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ask for dead letters in order of their numbers. Reply: ``DeadPage``.
+
+    Attributes:
+        after: start after this number.
+        to: only those whose receiver's address starts so, e.g. ``villager/``.
+        limit: at most this many, up to 1,000.
+    """
+
+    after: int = 0
+    to: str = ""
+    limit: int = 100
+
+
+class DeadPage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Some dead letters. ``total`` counts all; ``more`` says whether further ones match."""
+
+    letters: tuple[DeadInfo, ...]
+    total: int
+    more: bool
+
+
+class ResendDead(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Send dead letters again, each as a new message from its old sender. Reply: ``DeadResult``.
+
+    Attributes:
+        numbers: which.
+        to: or all whose receiver's address starts so; the empty text means every one. None: ``numbers`` only.
+    """
+
+    numbers: tuple[int, ...] = ()
+    to: str | None = None
+
+
+class DropDead(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Delete dead letters, chosen as by ``ResendDead``. Reply: ``DeadResult``."""
+
+    numbers: tuple[int, ...] = ()
+    to: str | None = None
+
+
+class DeadResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What was done: the numbers of those it was done with, and the others with the reason."""
+
+    done: tuple[int, ...] = ()
+    refused: dict[int, str] = {}

@@ -29,15 +29,15 @@ from offbook.bus.errors import (
     OffbookError,
 )
 
-from . import statements
+from . import deadletters, statements
 from .actor import Actor, ActorSpec, spec_of
 from .agent import Agent
 from .clock import Clock, Seconds, VirtualClock, WallClock
-from .control import ActorPage, HostStatus, ListActors
+from .control import ActorPage, DeadResult, ListActors
 from .directory import Directory
 from .engine import PATIENCE, Engine
 from .ingress import Ingress
-from .introspect import host_info, page_of
+from .introspect import answer, page_of
 from .journal import Journal
 from .listening import Listener
 from .lm import Forget, MemoryRef, Prefetch
@@ -323,7 +323,19 @@ class Host(Outside):
 
     async def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
         """The most recent dead letters, newest first."""
-        return await self.journal.do("dead", lambda db: statements.dead_letters(db, limit))
+        return await self.journal.do("dead", lambda db: deadletters.newest(db, limit))
+
+    async def resend(self, *numbers: int) -> DeadResult:
+        """Send dead letters again, by their numbers (``DeadLetter.seq``), each as a new message."""
+        with self.quiet.held():
+            sent = await self.journal.do("resend", lambda db: deadletters.resend(db, numbers, time.time()))
+            self._outbox.add(sent.outgoing)
+            self.deliver(sent.inbound)
+        return sent.result
+
+    async def drop_dead(self, *numbers: int) -> DeadResult:
+        """Delete dead letters, by their numbers."""
+        return await self.journal.do("drop-dead", lambda db: deadletters.drop(db, numbers))
 
     # -- the port of cells, turns, ingress and listener -----------------------------------------------------
 
@@ -413,18 +425,8 @@ class Host(Outside):
         """Answer questions about the host itself."""
         if delivery.envelope.to != f"host/{self.name}":
             return False
-        self._tasks.start_soon(self._answer, delivery)
+        self._tasks.start_soon(answer, self, delivery)
         return True
-
-    async def _answer(self, delivery: Delivery) -> None:
-        try:
-            request = delivery.decode(ListActors, HostStatus)
-            if isinstance(request, ListActors):
-                await delivery.reply(await page_of(self, request))
-            else:
-                await delivery.reply(await host_info(self))
-        except OffbookError as exc:
-            await delivery.fail(exc)
 
 
 def _birth(spec: ActorSpec, state: dict[str, Any]) -> Birth:

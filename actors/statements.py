@@ -12,7 +12,6 @@ from .message import derive_id
 from .records import (
     Accepted,
     Birth,
-    DeadLetter,
     Growth,
     Inbound,
     Mode,
@@ -154,18 +153,6 @@ def bury(db: DB, message: Inbound, reason: str, now: float) -> None:
     insert_dead(
         db, message.id, message.actor, message.type, message.body, message.sender, reason, message.tries, now
     )
-
-
-def count_dead(db: DB) -> int:
-    return int(db.execute("SELECT COUNT(*) FROM dead").fetchone()[0])
-
-
-def dead_letters(db: DB, limit: int) -> list[DeadLetter]:
-    rows = db.execute(
-        "SELECT seq, id, actor, type, body, sender, reason, tries, at FROM dead ORDER BY seq DESC LIMIT ?",
-        (limit,),
-    )
-    return [DeadLetter(*row) for row in rows]
 
 
 def pending_actors(db: DB, kind: str) -> list[str]:

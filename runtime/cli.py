@@ -2,7 +2,8 @@
 
 Owns the list of commands, how errors are shown (one line that says what was wrong, a traceback only with
 ``--debug``) and the exit codes: 0 done, 1 an error, 2 wrong usage. The commands are in ``cli_team`` (a
-running team) and ``cli_machine`` (models, this machine, what is on disk). Imports neither MLX nor NumPy.
+running team), ``cli_dead`` (messages that were given up), ``cli_machine`` (models, this machine, what is on
+disk) and ``cli_calibrate`` (how a model's memory is kept). Imports neither MLX nor NumPy.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ except ImportError as exc:  # pragma: no cover - the bare install has no command
     raise SystemExit(f"the command line needs more packages ({exc}): pip install 'offbook[cpu]'") from exc
 
 from offbook.bus.errors import OffbookError
-from offbook.runtime import cli_calibrate, cli_machine, cli_team
+from offbook.runtime import cli_calibrate, cli_dead, cli_machine, cli_team
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -53,6 +54,7 @@ def options(
 cli_team.add_to(app)
 cli_machine.add_to(app)
 cli_calibrate.add_to(app)
+cli_dead.add_to(app)
 
 
 def main() -> None:

@@ -166,6 +166,8 @@ def ps(runtime: RuntimeName = None, as_json: AsJson = False) -> None:
             soft_wrap=True,
         )
     console.print(_actor_table(actors, engine))
+    if host.dead_letters:
+        console.print("'offbook dead ls' shows the dead letters", highlight=False)
     for actor in actors:
         if actor.error:
             console.print(

@@ -112,7 +112,7 @@ def test_wrong_usage_ends_with_two_and_help_teaches(capsys: pytest.CaptureFixtur
     capsys.readouterr()
     assert cli.run(["--help"]) == 0
     shown = capsys.readouterr().out
-    for word in ("run", "ps", "ask", "memory", "doctor", "models", "kv", "villager/ann"):
+    for word in ("run", "ps", "ask", "memory", "dead", "doctor", "models", "kv", "villager/ann"):
         assert word in shown
 
 
