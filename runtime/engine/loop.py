@@ -30,7 +30,7 @@ from ..kv.probe import derive, make_caches
 from ..kv.scheme import KVScheme
 from ..kv.spec import ModelCacheSpec
 from ..kv.table import Ids
-from ..models import decoder, linear
+from ..models import decoder, linear, packed
 from ..observe.metrics import Metrics
 from ..observe.trace import Trace
 from ..store.hashing import chain_at
@@ -153,13 +153,18 @@ class EngineLoop:
             self._turn()
             self._failures = 0
         except Exception as error:
-            log.exception("a turn of the engine's loop failed")
+            log.exception("a turn of the engine's loop failed with %s", self._at_work())
             self.metrics.count("failed_turns")
             self._failures += 1
             if self._failures >= MAX_FAILURES:
                 raise
             for job in [*self.scheduler.running, *self.scheduler.queue]:
                 self.steps.fail(job, error)
+
+    def _at_work(self) -> str:
+        """Who is at what, for the log."""
+        jobs = [*self.scheduler.running, *self.scheduler.queue]
+        return ", ".join(f"{job.key[0]} ({job.phase.value})" for job in jobs[:20]) or "no turn at work"
 
     @property
     def died(self) -> bool:
@@ -171,13 +176,14 @@ class EngineLoop:
         self.model = self.loaded.model
         mx.eval(self.model.parameters())
         if self.host and self._native is not None:
-            linear.install(self.model)
+            linear.install(self.model, release=True)
+            mx.clear_cache()
         self.spec = derive(self.model)
         native = self.host and self._native is not None
         self.decoder = decoder.find(self.model, self.spec) if native else None
         self.scheme = self._scheme(self.loaded, self.spec) if callable(self._scheme) else self._scheme
         self.fingerprint: str = self.loaded.fingerprint_for(self.scheme.describe() + self.spec.describe())
-        self.weights_bytes = int(self.loaded.weights_bytes)
+        self.weights_bytes = packed.weights_bytes(self.model)
         # A lazy forward: only its shape is asked for.
         self.vocabulary = int(self.model(mx.array([[1]]), cache=list(make_caches(self.model))).shape[-1])
         self.store = self._open_store(self.fingerprint, self.spec, self.scheme)
@@ -318,11 +324,14 @@ class EngineLoop:
             return
 
     def _perform(self, action: Callable[[], None]) -> None:
+        began, self.step_started = self.step_started, self.step_started or time.monotonic()
         try:
             action()
         except Exception:
-            log.exception("an action on the step thread failed")
+            log.exception("an action on the step thread failed with %s", self._at_work())
             self.metrics.count("failed_actions")
+        finally:
+            self.step_started = began
 
     def _loaded(self, loading: Loading) -> None:
         """From an I/O thread: all loads of an agent are done."""

@@ -191,11 +191,15 @@ class Steps:
 
     def draw(self, rows: Sequence[Job], logits: mx.array) -> None:
         """Draw the next token of every row that still decodes, and say what is certain."""
+        # One sum a row says whether there is anything that is no number: then nothing can be drawn from it.
+        nonsense = np.isnan(np.array(mx.sum(logits.astype(mx.float32), axis=-1)))
         best = None
         if any(job.sampler.greedy and job.constraint is None for job in rows):
             best = np.array(mx.argmax(logits, axis=-1))
         for row, job in enumerate(rows):
-            if job.phase is Phase.DECODE:
+            if job.phase is Phase.DECODE and nonsense[row]:
+                self.fail(job, ArithmeticError("the model's logits are not numbers"))
+            elif job.phase is Phase.DECODE:
                 likeliest = int(best[row]) if best is not None else 0
                 self._alone(job, partial(self._draw_row, job, logits[row], likeliest))
 
@@ -204,7 +208,10 @@ class Steps:
         if job.logprobs:
             pairs = top_logprobs(logits, job.logprobs)
             decode = self._loaded.tokenizer.decode
-            job.distributions.append({decode([i]): p for i, p in pairs})
+            tops: dict[str, float] = {}
+            for i, p in pairs:
+                tops.setdefault(decode([i]), p)  # parts of characters look the same: the likeliest one's
+            job.distributions.append(tops)
         if job.constraint is None and job.sampler.greedy:
             token = likeliest
         else:

@@ -18,17 +18,22 @@ from offbook.runtime.engine.sampling import Sampler, filtered, top_logprobs, val
     ("field", "value"),
     [
         ("max_tokens", 0),
+        ("max_tokens", -3),
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", math.inf),
+        ("temperature", 101),
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("top_p", math.nan),
         ("top_k", -1),
         ("min_p", 1.0),
         ("min_p", -0.5),
+        ("min_p", math.nan),
         ("repetition_penalty", 0.0),
         ("repetition_penalty", math.nan),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", 10.5),
         ("repetition_context", -1),
         ("seed", -1),
         ("seed", 2**64),
@@ -105,3 +110,31 @@ def test_logprobs_are_of_the_likeliest_tokens_in_order() -> None:
 
 def test_as_many_logprobs_as_tokens_can_be_asked_for() -> None:
     assert len(top_logprobs(LOGITS, 4)) == 4
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"temperature": 1.0}, [0.05, 0.5, 0.15, 0.3]),
+        ({"temperature": 0.5}, [0.0068, 0.6849, 0.0616, 0.2466]),
+        ({"temperature": 3.0}, [0.1486, 0.3201, 0.2143, 0.2700]),
+        ({"temperature": 1.0, "top_k": 2}, [0, 0.625, 0, 0.375]),
+        ({"temperature": 1.0, "top_p": 0.6}, [0, 0.625, 0, 0.375]),
+        ({"temperature": 1.0, "min_p": 0.2}, [0, 0.5263, 0.1579, 0.3158]),
+        ({"temperature": 1.0, "repetition_penalty": 2.0}, [0.0667, 0.3333, 0.2000, 0.4000]),
+    ],
+)
+def test_draws_are_distributed_as_asked_for(values: dict[str, Any], expected: list[float]) -> None:
+    """By 4000 draws with one seed. The penalised token is the likeliest; its log-probability is doubled."""
+    sampler = Sampler(SamplingParams(seed=1, **values))
+    counts = np.bincount([sampler.draw(LOGITS, [1]) for _ in range(4000)], minlength=4)
+    assert np.allclose(counts / 4000, expected, atol=0.03)
+
+
+def test_a_seed_gives_the_same_draws_and_another_seed_others() -> None:
+    def draws(seed: int) -> list[int]:
+        sampler = Sampler(SamplingParams(temperature=1.0, seed=seed))
+        return [sampler.draw(LOGITS, []) for _ in range(40)]
+
+    assert draws(3) == draws(3)
+    assert draws(3) != draws(4)
