@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,41 +25,17 @@ from offbook.actors.lm import (
     SetMemory,
     Shutdown,
     StateHandle,
-    Stats,
 )
-from offbook.bus import Broker, Bus, connect
-from offbook.bus.errors import ContextTooLarge, InvalidAddress, InvalidRequest, OffbookError
+from offbook.bus.errors import (
+    BadMessage,
+    ContextTooLarge,
+    DeadlineExceeded,
+    InvalidAddress,
+    InvalidRequest,
+    OffbookError,
+)
 from offbook.runtime.config import InvalidConfig
-from offbook.runtime.engine.actor import EngineActor
-
-ENGINE = "engine/main"
-
-
-@asynccontextmanager
-async def serving(harness: Any) -> AsyncIterator[Bus]:
-    """The harness's loop served on a broker of its own; a client of it."""
-    folder = tempfile.mkdtemp(prefix="obt-")  # Not under tmp_path: the path of a Unix socket must be short.
-    endpoint = f"ipc://{folder}/bus.sock"
-    try:
-        async with (
-            Broker(endpoint),
-            connect(endpoint) as engine_bus,
-            connect(endpoint) as bus,
-            anyio.create_task_group() as tasks,
-        ):
-            tasks.start_soon(EngineActor(engine_bus, harness.loop).run)
-            while True:
-                try:
-                    await bus.ask(ENGINE, Stats(), timeout=10)
-                    break
-                except OffbookError as error:
-                    if error.code != "NoSuchActor":
-                        raise
-                    await anyio.sleep(0.01)
-            yield bus
-            tasks.cancel_scope.cancel()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+from tests.runtime.engine.serving import ENGINE, serving
 
 
 def generate(
@@ -118,7 +91,9 @@ async def test_observed_words_are_read_ahead(engine: Callable[..., Any]) -> None
     ("request_", "error", "words"),
     [
         (generate(sampling=SamplingParams(max_tokens=0)), InvalidRequest, "max_tokens=0"),
-        (generate(sampling=SamplingParams(temperature=-1)), InvalidRequest, "temperature"),
+        (generate(sampling=SamplingParams(temperature=-1)), InvalidRequest, "temperature=-1"),
+        (generate(sampling=SamplingParams(top_p=float("nan"))), InvalidRequest, "top_p=nan"),
+        (generate(sampling=SamplingParams(stop=("",))), InvalidRequest, "stop=''"),
         (generate(max_tokens=100_000), ContextTooLarge, "100000"),
         (generate(text=" \n"), InvalidRequest, "empty prompt"),
         (Generate(memory=MemoryRef(agent="v/a"), messages=()), InvalidRequest, "no messages"),
@@ -231,3 +206,39 @@ async def test_shutting_down_answers_once_all_is_on_disk(engine: Callable[..., A
         again = engine("llama", tmp_path)
         usage = again.run("villager/ann", np.frombuffer(first.appended + b"\x41\0\0\0", "<u4")).usage
         assert (usage.source, usage.reused_tokens) == ("warm", first.handle.tokens - 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("sampling", {"temperature": "hot"}, r"sampling\.temperature"),
+        ("sampling", {"max_tokens": 2.5}, r"sampling\.max_tokens"),
+        ("priority", "first", "priority"),
+        ("messages", [{"role": "villain", "content": "x"}], r"role|villain"),
+    ],
+)
+async def test_values_of_the_wrong_type_are_refused_by_name(
+    engine: Callable[..., Any], field: str, value: Any, says: str
+) -> None:
+    harness = engine()
+    body = {"memory": {"agent": "v/a"}, "messages": [{"role": "user", "content": "Hi"}], field: value}
+    async with serving(harness) as bus:
+        with pytest.raises(BadMessage, match=says):
+            await bus.ask(ENGINE, {"type": "Generate", **body})
+        assert harness.counters.get("prefilled_tokens", 0) == 0
+
+
+async def test_the_deadline_of_an_ask_frees_its_row(engine: Callable[..., Any], gate: Any) -> None:
+    harness = engine()
+    async with serving(harness) as bus:
+        held = gate(harness, "decode")
+        with pytest.raises(DeadlineExceeded):
+            await bus.ask(ENGINE, generate(max_tokens=2000), timeout=0.5)
+        await anyio.to_thread.run_sync(held.wait)
+        held.open()
+        with anyio.fail_after(30):
+            while not await anyio.to_thread.run_sync(
+                lambda: harness.call(lambda: harness.loop.scheduler.idle)
+            ):
+                await anyio.sleep(0.01)
+        assert harness.counters["ended_early"] == 1
