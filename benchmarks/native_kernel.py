@@ -58,12 +58,13 @@ class Case:
         self.arrays = {name: mx.array(value) for name, value in t.items()}
         if latent:
             t = {name: value for name, value in t.items() if not name.startswith(("v.", "tail.v"))}
+        self.tensors = t
         self.layer = LayerHandle(
             query_heads=heads * rep, heads=heads, key_width=dk, value_width=dv, tensors=t, latent=latent
         )
         blocks = np.arange(slots).reshape(rows, per).tolist()
-        tails = np.arange(pages).reshape(rows, per_pages).tolist()
-        self.tables = StepTables(blocks, tails, [self.sealed] * rows, [tokens] * rows)
+        self.pages = np.arange(pages).reshape(rows, per_pages).tolist()
+        self.tables = StepTables(blocks, self.pages, [self.sealed] * rows, [tokens] * rows)
         self.blocks, self.tokens, self.rows, self.latent = blocks, tokens, rows, latent
         shape = (rows, heads * rep, dk)
         self.q = rng.standard_normal(shape, np.float32)

@@ -136,6 +136,11 @@ def decode_portable(
 
     Softmax is assembled from three parts (blocks, pages, the token itself) by the usual running
     maximum, per row, with scatter operations.
+
+    A block that several rows share is listed once for each. Listing it once with all their queries gains
+    nothing on the CPU (MLX unpacks a block anew for each query row: a ratio of 1.02 by
+    ``benchmarks/shared_prefix.py``), and where the number of queries chooses MLX's product, a row would
+    have other bits beside sharers than alone.
     """
     arrays = step.arrays
     rows, query_heads, _, width = queries.shape
