@@ -228,7 +228,7 @@ def kv_export(
     file: Annotated[Path, typer.Argument(help="The file to write; one that is there is replaced.")],
     runtime: RuntimeName = None,
 ) -> None:
-    """Write an agent to one file: its state, transcript, blocks and tail. The team may be running.
+    """Write an agent to one file: its state, transcript, blocks and tails. The team may be running.
 
     What waits in its mailbox is not taken along.
     """

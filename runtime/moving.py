@@ -1,4 +1,4 @@
-"""Moving an agent to another machine: its journal rows, blocks and tail as one file.
+"""Moving an agent to another machine: its journal rows, blocks and tails as one file.
 
 Owns how journal and store work together in that. Exporting reads, beside a running team, too; importing
 needs the team to be down, and enters the agent in the journal last, so that a failed import leaves nothing

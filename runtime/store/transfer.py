@@ -1,4 +1,4 @@
-"""Moving an agent to another machine: transcript, blocks and tail as one checksummed file.
+"""Moving an agent to another machine: transcript, blocks and tails as one checksummed file.
 
 The file (FORMAT.md) holds the stored files as they are, so that exporting copies bytes that were just
 proven, and importing proves them again and saves them as if an engine had.
@@ -93,7 +93,9 @@ class Manifest:
 def export_agent(
     state: State, path: str, agent: str, salt: str, ids: bytes, fingerprint: str | None, record: bytes = b""
 ) -> ExportResult:
-    """Write an agent's file: ``ids``, and all proven blocks and the best tail that belong to them.
+    """Write an agent's file: ``ids``, and all proven blocks and tails that belong to them.
+
+    The tails of earlier turns go along, so that the agent can go back to these without a prefill there, too.
 
     ``fingerprint``: of which model; None takes the one the agent used last, or the store's.
     """
@@ -105,7 +107,7 @@ def export_agent(
         ]
         entry = max(entries, key=lambda entry: entry.last_used, default=None)
         model = entry.model if entry is not None else fingerprint or state.fingerprint
-        tails = sorted(entry.tails, key=lambda tail: -tail.tokens) if entry is not None else []
+        tails = sorted(entry.tails, key=lambda tail: tail.tokens) if entry is not None else []
     root = root_hash(model, salt)
     files: list[tuple[str, str, int]] = []
     sources: list[str] = []
@@ -117,22 +119,24 @@ def export_agent(
         files.append(("block", name.hex(), block.nbytes))
         sources.append(state.paths.block(name))
         reach += BLOCK_TOKENS
+    blocks = len(files)
     key = agent_key(model, salt, agent)
-    for tail in tails:
+    for (
+        tail
+    ) in tails:  # the longest last: a shorter one that is saved after it means that the agent went back
         fits = tail.tokens * 4 <= len(ids) and chain_at(ids[: tail.tokens * 4], root) == tail.chain
         listed = len(tail.blocks) // HASH_BYTES
-        if fits and listed <= len(files) and proven_tail(state, key, tail):
+        if fits and listed <= blocks and proven_tail(state, key, tail):
             files.append(("tail", f"{key.hex()}-{tail.tokens}-{tail.serial}", tail.nbytes))
             sources.append(state.paths.tail(key, tail.tokens, tail.serial))
             reach = max(reach, tail.tokens)
-            break
     try:
         size = write_agent(path, Manifest(agent, salt, model, ids, tuple(files), record), sources)
     except CorruptFile as error:
         return Failed(str(error))
     except OSError as error:
         return failure(error)
-    return Exported(sum(kind == "block" for kind, _, _ in files), reach, size)
+    return Exported(blocks, reach, size)
 
 
 def import_agent(state: State, writer: Writer, path: str, agent: str | None, keep: int) -> ImportResult:

@@ -112,6 +112,21 @@ async def test_an_agent_moves_with_state_transcript_and_memory(
     assert "diarist/ann exists already" in capsys.readouterr().err
 
 
+async def test_an_agent_that_moved_goes_back_to_an_earlier_turn_without_reading_it_again(
+    homes: Any, tmp_path: Path
+) -> None:
+    homes("one")
+    file = str(tmp_path / "ann.offbook")
+    first = await first_day()  # turns 1 and 2
+    second = await next_day("here")
+    assert await run(["kv", "export", "diarist/ann", file]) == 0
+    homes("two")
+    assert await run(["kv", "import", file, "-r", "there"]) == 0
+    again = await next_day("there", back=2)
+    assert (again["source"], again["reused"]) == ("warm", second["reused"])
+    assert again["reused"] == first["context"] - 1
+
+
 async def test_operators_list_verify_and_collect_what_is_on_disk(
     homes: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

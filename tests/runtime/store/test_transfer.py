@@ -29,6 +29,25 @@ def test_an_agent_arrives_with_transcript_blocks_and_tail(kit, open_store, expor
     assert kit.check(open_store(), "villager/ann", 700, salt="s") == (2, True)
 
 
+def test_an_agent_arrives_with_its_earlier_turns(kit, open_store, tmp_path):
+    store = open_store()
+    for tokens in (300, 420, 700):
+        kit.save(store, "ann", tokens)
+    path = tmp_path / "x"
+    assert store.export_agent("ann", path, kit.ids("ann", 720)).tokens == 700
+    there = open_store(root=tmp_path / "there")
+    for _ in range(2):
+        assert there.import_agent(path).tokens == 700
+        assert [tail.tokens for tail in there.tails("ann")] == [tail.tokens for tail in store.tails("ann")]
+        for tokens in (300, 420, 700):
+            assert kit.check(there, "ann", tokens)[1]
+    # A transcript that stops earlier has no use for later tails.
+    assert store.export_agent("ann", path, kit.ids("ann", 500)).tokens == 420
+    fewer = open_store(root=tmp_path / "fewer")
+    assert fewer.import_agent(path).tokens == 420
+    assert sorted(tail.tokens for tail in fewer.tails("ann")) == [300, 420]
+
+
 def test_an_agent_may_arrive_under_another_name(kit, open_store, exported):
     there = open_store()
     assert there.import_agent(exported, agent="villager/eve").agent == "villager/eve"
