@@ -121,9 +121,8 @@ def export_agent(
         reach += BLOCK_TOKENS
     blocks = len(files)
     key = agent_key(model, salt, agent)
-    for (
-        tail
-    ) in tails:  # the longest last: a shorter one that is saved after it means that the agent went back
+    # The longest last: a shorter one that is saved after it would mean that the agent went back.
+    for tail in tails:
         fits = tail.tokens * 4 <= len(ids) and chain_at(ids[: tail.tokens * 4], root) == tail.chain
         listed = len(tail.blocks) // HASH_BYTES
         if fits and listed <= blocks and proven_tail(state, key, tail):
