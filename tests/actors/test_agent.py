@@ -229,8 +229,13 @@ async def test_typed_replies_carry_a_schema_and_come_back_as_values(tmp_path: Pa
 
         @on
         async def think(self, ask: Ask) -> str:
-            self.plan = await self.say(ask.text, returns=Plan)
+            stop = "}" if ask.text == "cut" else ()
+            self.plan = await self.say(ask.text, returns=Plan, stop=stop)
             return str(self.plan.days)
+
+        @on
+        async def date(self, ask: Stream) -> str:
+            return str(await self.say(ask.text, returns=dict[int, str]))
 
     def answer(request: Generate) -> str:
         assert request.json_schema is not None
@@ -244,6 +249,12 @@ async def test_typed_replies_carry_a_schema_and_come_back_as_values(tmp_path: Pa
         assert "Plan" in str(schema)
         with pytest.raises(ModelError, match="not a Plan"):
             await host.ask("planner/p", Ask("bad"))
+        asked = len(engine.requests)
+        with pytest.raises(InvalidRequest, match="stop texts would cut a typed reply"):
+            await host.ask("planner/p", Ask("cut"))
+        with pytest.raises(InvalidRequest, match="keys that are no texts"):
+            await host.ask("planner/p", Stream("when?"))
+        assert len(engine.requests) == asked
 
 
 async def test_a_failed_turn_leaves_no_trace_in_the_memory(tmp_path: Path) -> None:
