@@ -101,10 +101,11 @@ class Agent(Actor):
                 and a value of it is returned instead of a :class:`Reply`.
 
         Raises:
-            InvalidRequest: an empty prompt or an impossible value, before any work.
+            InvalidRequest: an empty prompt or an impossible value, before any work; also a type that a reply
+                cannot be held to (named), or fewer ``max_tokens`` than its shortest reply takes (``needed``).
             ContextTooLarge: it can never fit.
             EngineBusy, EngineFailed, DeadlineExceeded: as the names say.
-            ModelError: the reply does not decode as ``returns``.
+            ModelError: the reply does not decode as ``returns`` (its own checks, such as ``__post_init__``).
         """
         turn = self._now_turn()
         reply = await perform(self, turn, self._plan(prompt, returns, options), None)
