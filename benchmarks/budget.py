@@ -14,9 +14,6 @@ from functools import partial
 
 from benchmarks import common
 from benchmarks.team import Reader, Team, Turn, budget_for, load_embedded
-
-import mlx.core as mx  # isort: skip
-
 from offbook.bus.errors import Cancelled, ContextTooLarge, DeadlineExceeded, EngineBusy
 
 AGENTS = 50
@@ -34,7 +31,7 @@ class Sampler(threading.Thread):
         while not self.stopping.wait(0.004):
             # The larger of the two budgets counts while one is being replaced by the other.
             before = self.team.loop.budget_bytes
-            used = mx.get_active_memory() + mx.get_cache_memory()
+            used = self.team.loop.used_bytes
             budget = max(before, self.team.loop.budget_bytes)
             self.samples += 1
             self.peak = max(self.peak, used)

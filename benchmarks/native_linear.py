@@ -79,7 +79,7 @@ def ratio(slow: list[float], fast: list[float]) -> float:
 
 
 def steps(repeats: int) -> tuple[list[list[Any]], dict[str, float]]:
-    ours, plain = load_embedded().model, load_embedded().model
+    ours, plain = load_embedded(plain=True).model, load_embedded(plain=True).model
     linear.install(ours)
 
     def step(model: nn.Module, rows: int, tokens: int) -> Callable[[], float]:

@@ -203,8 +203,9 @@ class Reader:
         return f"Text {self.serial}. " + str(self.tokenizer.decode(part))
 
 
-def load_embedded() -> LoadedModel:
-    return load(common.EMBEDDED)
+def load_embedded(*, plain: bool = False) -> LoadedModel:
+    """The embedded model as the engine loads it, or ``plain`` as mlx-lm does."""
+    return load(common.EMBEDDED, compact=not plain)
 
 
 def budget_for(loaded: LoadedModel, *, agents: int, tokens: int) -> int:

@@ -128,7 +128,7 @@ def main() -> None:
     settings = [(1024, [1, 2, 4, 8, 16]), (4096, [1, 2, 4, 8])]
     if args.quick:
         settings = [(1024, [1, 8]), (4096, [8])]
-    loaded, plain = load_embedded(), load_embedded()
+    loaded, plain = load_embedded(), load_embedded(plain=True)
     reader = Reader(loaded)
     rows: list[list[Any]] = []
     summary: dict[str, float] = {}

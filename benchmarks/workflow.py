@@ -228,7 +228,7 @@ def main() -> None:
     variants: dict[str, Callable[[], Result | None]] = {
         "ours": lambda: ours(loaded, play, persistent=True),
         "re-prefill": lambda: ours(loaded, again, persistent=False),
-        "mlx-lm files": lambda: mlx_files(load_embedded(), play),
+        "mlx-lm files": lambda: mlx_files(load_embedded(plain=True), play),
         "llama.cpp files": lambda: llama_cpp(loaded, play),
     }
     results = {name: run() for name, run in variants.items()}

@@ -98,7 +98,7 @@ class EngineLoop:
         self._failures = 0
         self.metrics = Metrics()
         self.trace = Trace(trace) if trace is not None else None
-        self.peak_bytes = 0
+        self.peak_bytes = self._packed_bytes = 0
 
     # ---- for other threads
 
@@ -171,13 +171,23 @@ class EngineLoop:
         """Whether the step thread has ended without having been asked to."""
         return self._done.done() and not self._stopping.is_set()
 
+    @property
+    def used_bytes(self) -> int:
+        """What MLX holds, its cache of freed buffers included, and the weights that it does not know of."""
+        return int(mx.get_active_memory() + mx.get_cache_memory()) + self._packed_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """The most of it since the budget was set: between steps, and in them as far as MLX tells."""
+        return max(self.peak_bytes, int(mx.get_peak_memory()) + self._packed_bytes)
+
     def _set_up(self) -> None:
         self.loaded = self._load()
         self.model = self.loaded.model
         mx.eval(self.model.parameters())
         if self.host and self._native is not None:
             linear.install(self.model, release=True)
-            mx.clear_cache()
+        self._packed_bytes = packed.packed_bytes(self.model)
         self.spec = derive(self.model)
         native = self.host and self._native is not None
         self.decoder = decoder.find(self.model, self.spec) if native else None
@@ -290,7 +300,7 @@ class EngineLoop:
         rows = self.scheduler.decoding()
         if rows:
             self.steps.guard(rows, lambda: self.steps.decode(rows))
-        self.peak_bytes = max(self.peak_bytes, mx.get_active_memory() + mx.get_cache_memory())
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         self.step_started = 0.0
         self._save_some()
 

@@ -169,7 +169,7 @@ def build_loop(config: EngineConfig) -> Any:
         )
 
     return EngineLoop(
-        lambda: load(config.model),
+        lambda: load(config.model, compact=True),
         open_store,
         # 4 bits is the default, which a calibrated model refines.
         scheme=scheme_for if config.kv_bits == 4 else KVScheme.uniform(config.kv_bits),  # type: ignore[arg-type]

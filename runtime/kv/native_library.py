@@ -65,6 +65,7 @@ def _load() -> ctypes.CDLL:
         ),
         "offbook_packed_bytes": (integer, [integer, integer, integer]),
         "offbook_pack": (ctypes.c_int, [pointer, integer, integer, integer, pointer]),
+        "offbook_unpack": (ctypes.c_int, [pointer, integer, pointer, integer, pointer]),
         "offbook_threads": (None, [ctypes.c_int]),
         "offbook_isa": (ctypes.c_char_p, [ctypes.c_char_p]),
     }

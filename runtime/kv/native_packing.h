@@ -97,3 +97,35 @@ API int offbook_pack(const float *w, int64_t n, int64_t k, int64_t bits, uint8_t
     pthread_mutex_unlock(&pool.gate);
     return failed ? -1 : !d.failed;
 }
+
+struct unpacking {
+    struct linear l;
+    int64_t k;
+    const int64_t *rows;
+    float *out;
+};
+
+static void unpacking_task(void *job, int64_t index, int worker) {
+    const struct unpacking *d = job;
+    const int64_t k = d->k, block = d->rows ? d->rows[index] / 4 : index;
+    float *scratch = (float *)private[worker].data;
+    if (d->rows) {
+        isa->unpack(&d->l, k, block, 0, k, scratch);
+        memcpy(d->out + index * k, scratch + d->rows[index] % 4 * k, (size_t)k * 4);
+    } else if (block * 4 + 4 <= d->l.n) {
+        isa->unpack(&d->l, k, block, 0, k, d->out + block * 4 * k);
+    } else {
+        isa->unpack(&d->l, k, block, 0, k, scratch);
+        memcpy(d->out + block * 4 * k, scratch, (size_t)((d->l.n - block * 4) * k) * 4);
+    }
+}
+
+/* Unpack a matrix [n, k], or `count` of its rows, into out. */
+API int offbook_unpack(const struct linear *l, int64_t k, const int64_t *rows, int64_t count, float *out) {
+    struct unpacking d = {*l, k, rows, out};
+    pthread_mutex_lock(&pool.gate);
+    int failed = reserve_private((size_t)k * 16);
+    if (!failed) pool_run(unpacking_task, &d, (uint32_t)(rows ? count : over(l->n, 4)), rows && count * k < 100000);
+    pthread_mutex_unlock(&pool.gate);
+    return failed ? -1 : 0;
+}

@@ -27,7 +27,8 @@ from ..kv import native_library
 from ..kv.cache import Step
 from ..kv.probe import make_caches
 from ..kv.spec import ModelCacheSpec
-from .few_rows import F32, LIMITS, LinearStruct, Weights, address
+from . import packed
+from .few_rows import F32, LIMITS, LinearStruct, Weights, address, shape_of
 from .gated import ACTIVATIONS, NAMES
 from .rotary import Angles, Rotary
 
@@ -189,12 +190,13 @@ class Decoder:
         self.hidden = self._layers[0].block.hidden
         self._head = Weights([head])
         self._embedding = body.embed_tokens
-        table = body.embed_tokens.weight
-        if not self._head.fit or self._head.inputs != [self.hidden] or table.dtype != mx.float32:
+        table = Weights([self._embedding])
+        if not self._head.fit or self._head.inputs != [self.hidden] or not table.fit:
             raise _Unlike("a head or an embedding of another kind")
-        self._weights.append(self._head)
-        self._table_array, self._table = table, np.asarray(table)
-        if self._table.shape[1] != self.hidden or self._final.shape != (self.hidden,):
+        self._weights += [self._head, table]
+        self._table: Any = table.packed[0]
+        self._floats: F32 | None = None if self._table is not None else np.asarray(self._embedding.weight)
+        if table.inputs != [self.hidden] or self._final.shape != (self.hidden,):
             raise _Unlike("hidden states of different sizes")
         self.factor = np.float32(1)
         self.limit = LIMITS[native_library.instruction_set_in_use()]
@@ -207,7 +209,7 @@ class Decoder:
 
     def current(self) -> bool:
         """Whether the model still holds the arrays that were found in it."""
-        return self._embedding.weight is self._table_array and all(w.of(w.modules) for w in self._weights)
+        return all(weights.of(weights.modules) for weights in self._weights)
 
     def hidden_states(
         self, tokens: NDArray[Any], positions: NDArray[np.int64], attend: Attend, *, rounded: bool
@@ -220,7 +222,8 @@ class Decoder:
             rounded: keys and values as bfloat16 would keep them.
         """
         count = len(tokens)
-        x: F32 = self._table[tokens] * self.factor
+        x: F32 = packed.rows(self._table, tokens) if self._floats is None else self._floats[tokens]
+        x *= self.factor
         at_x = address(x)
         for index, layer in enumerate(self._layers):
             block = layer.block
@@ -296,12 +299,11 @@ def find(model: nn.Module, spec: ModelCacheSpec) -> Decoder | None:
     ):
         return None
     heads = [getattr(model, "lm_head", None), body.embed_tokens]
-    tokens = np.random.default_rng(2).integers(0, body.embed_tokens.weight.shape[0], 8)
+    vocabulary, hidden = shape_of(body.embed_tokens)
+    tokens = np.random.default_rng(2).integers(0, vocabulary, 8)
     ids = mx.array(tokens[None].astype(np.uint32))
     expected = np.asarray(model(ids, cache=list(make_caches(model)))[0])
-    root = np.float32(
-        np.asarray(mx.array(body.embed_tokens.weight.shape[1] ** 0.5).astype(mx.bfloat16).astype(mx.float32))
-    )
+    root = np.float32(np.asarray(mx.array(hidden**0.5).astype(mx.bfloat16).astype(mx.float32)))
     for names in NORMS:
         for activation in ACTIVATIONS:
             for head in heads:

@@ -37,22 +37,30 @@ def few_rows(module: nn.Module, x: mx.array, limit: int) -> F32 | None:
 
 @dataclass(frozen=True)
 class Packed:
-    """A matrix in 4 or 8 bits, made by ``packed.pack``.
+    """A matrix [outputs, inputs] in 4 or 8 bits, made by ``packed.pack``.
 
     Attributes:
-        weight: the array that was packed: it counts for a module as long as it holds this very one.
+        weight: the array that was packed: this counts for a module as long as it holds that very one.
+            None where the module was relieved of it.
         data: what the kernel reads (runtime/kv/native_pack.h).
     """
 
-    weight: mx.array
+    weight: mx.array | None
+    shape: tuple[int, int]
     data: NDArray[np.uint8]
     bits: int
 
 
-def packed_form(module: nn.Module, weight: mx.array) -> Packed | None:
+def packed_form(module: nn.Module) -> Packed | None:
     """The packed form of a module's weight, if it has one."""
     packed: Packed | None = vars(module).get("_packed")
-    return packed if packed is not None and packed.weight is weight else None
+    return packed if packed is not None and packed.weight is module.get("weight") else None
+
+
+def shape_of(module: nn.Module) -> tuple[int, int]:
+    """Outputs and inputs of a module's weight, packed or not."""
+    packed = packed_form(module)
+    return packed.shape if packed is not None else module["weight"].shape
 
 
 class LinearStruct(ctypes.Structure):
@@ -71,12 +79,9 @@ class Weights:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules
-        self.arrays = [(module["weight"], module.get("bias")) for module in modules]
-        self.outputs = [int(weight.shape[0]) for weight, _ in self.arrays]
-        self.inputs = [int(weight.shape[1]) for weight, _ in self.arrays]
-        self.packed = [
-            packed_form(module, weight) for module, (weight, _) in zip(modules, self.arrays, strict=True)
-        ]
+        self.arrays = [(module.get("weight"), module.get("bias")) for module in modules]
+        self.packed = [packed_form(module) for module in modules]
+        self.outputs, self.inputs = ([shape_of(module)[side] for module in modules] for side in (0, 1))
         self.fit = all(readable(array) for pair in self.arrays for array in pair)
         if self.fit:
             self._struct = (LinearStruct * len(modules))()
@@ -85,18 +90,18 @@ class Weights:
 
     def fill(self, structs: Iterable[LinearStruct]) -> None:
         """Make ``structs`` point to the layers' arrays, which this object keeps alive."""
-        for layer, (weight, bias), packed in zip(structs, self.arrays, self.packed, strict=True):
-            layer.weight, layer.bits = (
-                (address(weight), 0) if packed is None else (address(packed.data), packed.bits)
-            )
-            layer.outputs = weight.shape[0]
+        parts = zip(structs, self.arrays, self.packed, self.outputs, strict=True)
+        for layer, (weight, bias), packed, outputs in parts:
+            layer.weight = address(weight if packed is None else packed.data)
+            layer.bits = 0 if packed is None else packed.bits
+            layer.outputs = outputs
             layer.bias = 0 if bias is None else address(bias)
 
     def of(self, modules: Sequence[nn.Module]) -> bool:
         """Whether these are still the modules and their arrays."""
         return modules is self.modules and all(
-            module["weight"] is weight and module.get("bias") is bias
-            for module, (weight, bias) in zip(modules, self.arrays, strict=True)
+            module.get("weight") is weight and module.get("bias") is bias and packed_form(module) is packed
+            for module, (weight, bias), packed in zip(modules, self.arrays, self.packed, strict=True)
         )
 
 

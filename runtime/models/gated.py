@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..kv import native_library
-from .few_rows import F32, Weights, address, few_rows
+from .few_rows import F32, Weights, address, few_rows, shape_of
 
 NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Names of the three layers: gate, up, down."""
@@ -106,7 +106,7 @@ def _native(cls: type) -> type:
 
 def _find(block: nn.Module, layers: tuple[nn.Module, ...], limit: int) -> Gated | None:
     """The call that computes what the block does, if there is one."""
-    inputs = layers[0].weight.shape[1]
+    inputs = shape_of(layers[0])[1]
     # Small and large inputs: an activation that is clipped, or another one, shows.
     rows = np.random.default_rng(0).standard_normal((3, inputs), np.float32)
     rows *= np.array([[0.3], [3], [30]], np.float32)

@@ -27,7 +27,7 @@ import numpy as np
 
 from ..kv import native_library
 from . import gated, packed, rotary
-from .few_rows import F32, LIMITS, Weights, address, few_rows
+from .few_rows import F32, LIMITS, Weights, address, few_rows, packed_form
 
 TOGETHER = (
     ("q_proj", "k_proj", "v_proj"),
@@ -120,27 +120,61 @@ class Siblings:
         self.modules = tuple(module for module in self.modules if id(module) not in left)
 
 
-class NativeLinear(nn.Linear):  # type: ignore[misc]  # mlx has no annotations
+class _Released:
+    """What a changed module's class begins with: its weight may be there in packed form only."""
+
+    @property
+    def weight(self) -> mx.array:
+        module = cast(nn.Module, self)
+        form = packed_form(module)
+        if form is None or form.weight is not None:
+            return cast(mx.array, module["weight"])
+        return packed.unpacked(form)
+
+    @weight.deleter
+    def weight(self) -> None:
+        """``nn.Module`` deletes an attribute that is none of its parameters before it sets it."""
+
+    @property
+    def relieved(self) -> bool:
+        form = packed_form(cast(nn.Module, self))
+        return form is not None and form.weight is None
+
+
+class NativeLinear(_Released, nn.Linear):  # type: ignore[misc]  # mlx has no annotations
     """An ``nn.Linear`` whose few rows the kernel computes."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = self._siblings.result(self, x)
+        y: mx.array | None = self._siblings.result(self, x)
+        if y is None and self.relieved:
+            y = x @ self.weight.T
+            y = y + self["bias"] if "bias" in self else y
+            mx.eval(y)  # so that the floats go before the next layer's come
         return cast(mx.array, super().__call__(x)) if y is None else y
 
 
-class NativeEmbedding(nn.Embedding):  # type: ignore[misc]
+class NativeEmbedding(_Released, nn.Embedding):  # type: ignore[misc]
     """An ``nn.Embedding`` whose few rows the kernel computes when it is the head."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        form = packed_form(self)
+        if form is None or form.weight is not None:
+            return cast(mx.array, super().__call__(x))
+        numbers = np.asarray(x)
+        return mx.array(packed.rows(form, numbers.reshape(-1)).reshape(*numbers.shape, -1))
 
     def as_linear(self, x: mx.array) -> mx.array:
         y = self._siblings.result(self, x)
-        return cast(mx.array, super().as_linear(x)) if y is None else y
+        return cast(mx.array, x @ self.weight.T if y is None else y)
 
 
 _NATIVE: dict[type, type] = {nn.Linear: NativeLinear, nn.Embedding: NativeEmbedding}
 
 
-def install(model: nn.Module, *, limit: int | None = None) -> int:
+def install(model: nn.Module, *, limit: int | None = None, release: bool = False) -> int:
     """Let the kernel compute the few-row products of a model on the CPU.
+
+    Weights are packed where that loses nothing (``packed.py``).
 
     The modules stay the objects they are, with the same parameters at the same paths. Modules of other
     types (quantised, stacked experts, subclasses) and other dtypes are left alone. Without the kernel
@@ -151,6 +185,7 @@ def install(model: nn.Module, *, limit: int | None = None) -> int:
 
     Args:
         limit: up to how many rows (default: where it was measured to be faster, by instruction set).
+        release: let go of the floats of what is packed.
 
     Returns:
         How many linear layers and heads were changed.
@@ -160,7 +195,6 @@ def install(model: nn.Module, *, limit: int | None = None) -> int:
     if limit is None:
         limit = LIMITS[native_library.instruction_set_in_use()]
     model.eval()
-    packed.install(model)
     changed = 0
     for _, parent in model.named_modules():
         children = {name: child for name, child in parent.items() if _can(child)}
@@ -174,8 +208,12 @@ def install(model: nn.Module, *, limit: int | None = None) -> int:
     for _, module in model.named_modules():
         if _can(module):
             changed += _change([module], limit)
+    for _, module in model.named_modules():
+        if isinstance(module, _Released):
+            packed.install(cast(nn.Module, module), release=release)
     gated.install(model, limit)
     rotary.install(model, limit)
+    mx.clear_cache()
     return changed
 
 
@@ -184,9 +222,9 @@ def uninstall(model: nn.Module) -> None:
     plain = {native: cls for cls, native in _NATIVE.items()}
     gated.uninstall(model)
     rotary.uninstall(model)
-    packed.uninstall(model)
     for _, module in model.named_modules():
         if type(module) in plain:
+            packed.restore(module)
             module.__class__ = plain[type(module)]
             del module._siblings
 

@@ -50,7 +50,7 @@ class LoadedModel:
         eos_token_ids: ids that end a generation.
         has_chat_template: False if the model came without one and ``PLAIN_TEMPLATE`` stands in.
         dtype: what is computed with, such as ``float32``.
-        weights_bytes: bytes of all parameters in memory.
+        weights_bytes: bytes of all parameters in memory, as they are kept.
     """
 
     model: Any
@@ -76,6 +76,7 @@ def load(
     progress: Progress | None = None,
     device: Literal["cpu", "gpu"] | None = None,
     latent: bool = True,
+    compact: bool = False,
 ) -> LoadedModel:
     """Load the model ``ref`` names.
 
@@ -83,6 +84,9 @@ def load(
         progress: called as ``progress(stage, done, total)`` during long work.
         device: where it will run; MLX's default device when None.
         latent: give DeepSeek-V2 the form that caches latents; False keeps mlx-lm's own.
+        compact: on the CPU, have the native kernel compute few rows, and keep weights in the few bits they
+            have where that loses nothing (``linear.install``). One matrix at a time, so that the floats are
+            never in memory together.
 
     Raises:
         UnknownModel: ``ref`` names nothing.
@@ -108,6 +112,10 @@ def load(
             from offbook.runtime.models.deepseek_v2 import to_latent
 
             model = to_latent(model)
+        if compact and device == "cpu":
+            from offbook.runtime.models import linear
+
+            linear.install(model, release=True)
         _evaluate_everything(model)
     limit = context_limit(config)
     tokenizer = _load_tokenizer(path, config)
@@ -117,7 +125,7 @@ def load(
         tokenizer.chat_template = PLAIN_TEMPLATE.replace("add_bos", "true" if adds_bos else "false")
         tokenizer._tokenizer.chat_template = tokenizer.chat_template
         tokenizer.has_chat_template = True
-    from mlx.utils import tree_flatten
+    from offbook.runtime.models.packed import weights_bytes
 
     return LoadedModel(
         model=model,
@@ -132,7 +140,7 @@ def load(
         eos_token_ids=frozenset(tokenizer.eos_token_ids),
         has_chat_template=has_template,
         dtype=dtype,
-        weights_bytes=sum(array.nbytes for _, array in tree_flatten(model.parameters())),
+        weights_bytes=weights_bytes(model),
     )
 
 

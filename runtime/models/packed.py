@@ -1,20 +1,28 @@
-"""Weights kept a second time in the few bits they have, for products of few rows on the CPU.
+"""Weights in the few bits they have, on the CPU.
 
 A decode step reads every weight once, so its time is the bytes of the weights over the memory's bandwidth.
 Weights that were quantised before they became float32 (those of GGUF files) still have few different
 values: ``pack`` finds 4 or 8 bits, a scale and a bias for each group of 32 that give back each float bit for
 bit, and the kernel unpacks them into the processor's cache on its way. Weights of another kind are left as
 they are. Results do not change in either case.
+
+With the packed form a module no longer needs the floats: they can go (``release``), and what is not the
+kernel's to compute (many rows) unpacks a matrix for as long as it is used.
 """
 
 from __future__ import annotations
 
+import ctypes
+from dataclasses import replace
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
+from numpy.typing import NDArray
 
 from ..kv import native_library
-from .few_rows import Packed, address, readable
+from .few_rows import F32, LinearStruct, Packed, address, packed_form, readable
 
 PIECE = 64
 """Inputs that are packed together."""
@@ -32,21 +40,65 @@ def pack(weight: mx.array) -> Packed | None:
         if done < 0:
             raise MemoryError("the linear kernel could not get working memory")
         if done:
-            return Packed(weight, data, bits)
+            return Packed(weight, (outputs, inputs), data, bits)
     return None
 
 
-def install(model: nn.Module) -> int:
-    """Pack what can be packed of a model's linear layers and embeddings; bytes that takes."""
-    total = 0
-    for _, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            module._packed = pack(module.weight)
-            total += module._packed.data.nbytes if module._packed is not None else 0
-    return total
+def install(module: nn.Module, *, release: bool) -> None:
+    """Pack a layer's or an embedding's weight if it can be; with ``release`` the floats go."""
+    packed = packed_form(module)
+    if packed is None:
+        packed = pack(module["weight"])
+    if packed is not None and release and packed.weight is not None:
+        module.pop("weight")
+        packed = replace(packed, weight=None)
+        mx.clear_cache()
+    module._packed = packed
 
 
-def uninstall(model: nn.Module) -> None:
-    for _, module in model.named_modules():
-        if "_packed" in vars(module):
-            del module._packed
+def restore(module: nn.Module) -> None:
+    """Undo ``install`` and ``release``."""
+    packed = packed_form(module)
+    if packed is not None and packed.weight is None:
+        module.weight = unpacked(packed)
+    vars(module).pop("_packed", None)
+
+
+def unpacked(packed: Packed) -> mx.array:
+    """The whole matrix as float32."""
+    out = mx.zeros(packed.shape)
+    mx.eval(out)
+    _unpack(packed, None, 0, np.array(out, copy=False))
+    return out
+
+
+def rows(packed: Packed, numbers: NDArray[np.int64]) -> F32:
+    """Some rows of the matrix as float32, [numbers, inputs].
+
+    Raises:
+        IndexError: there is no such row.
+    """
+    if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < packed.shape[0]:
+        raise IndexError(f"rows {numbers.min()} to {numbers.max()} of {packed.shape[0]}")
+    numbers = np.ascontiguousarray(numbers, np.int64)
+    out = np.empty((len(numbers), packed.shape[1]), np.float32)
+    _unpack(packed, address(numbers), len(numbers), out)
+    return out
+
+
+def _unpack(packed: Packed, numbers: int | None, count: int, out: F32) -> None:
+    layer = LinearStruct(address(packed.data), 0, packed.shape[0], packed.bits)
+    unpack = native_library.library().offbook_unpack
+    if unpack(ctypes.addressof(layer), packed.shape[1], numbers, count, address(out)):
+        raise MemoryError("the linear kernel could not get working memory")
+
+
+def weights_bytes(model: nn.Module) -> int:
+    """Bytes of a model's parameters as they are in memory now, packed or not."""
+    return sum(int(array.nbytes) for _, array in tree_flatten(model.parameters())) + packed_bytes(model)
+
+
+def packed_bytes(model: nn.Module) -> int:
+    """What of that MLX does not know of."""
+    forms = (packed_form(module) for _, module in model.named_modules())
+    return sum(form.data.nbytes for form in forms if form is not None)

@@ -60,9 +60,9 @@ def test_products_have_the_bits_of_float_weights(
     plain, small = layer(weights, bias=True), layer(weights, bias=True)
     small.bias = plain.bias
     linear.install(plain, limit=64)
-    packed.uninstall(plain)
+    packed.restore(plain)
     linear.install(small, limit=64)
-    form = packed_form(small, small["weight"])
+    form = packed_form(small)
     assert form is not None
     assert form.bits == bits
     assert form.data.nbytes < weights.nbytes or shape[0] < 3
@@ -114,3 +114,40 @@ def test_a_copy_computes_the_same() -> None:
     linear.install(module, limit=8)
     x = mx.random.normal((2, 128))
     assert np.array_equal(np.asarray(copy.deepcopy(module)(x)), np.asarray(module(x)))
+
+
+class Tied(nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(70, 128)
+        self.embed.weight = mx.array(quantised("Q8_0", 70, 128))
+        self.layer = layer(quantised("Q4_1", 128, 128), bias=True)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return self.embed.as_linear(self.layer(self.embed(tokens)))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_without_its_floats_a_model_computes_the_same(rows: int) -> None:
+    """Few rows by the kernel and many by MLX."""
+    model = Tied()
+    tokens = mx.array(np.random.default_rng(0).integers(0, 70, (1, rows)))
+    linear.install(model, limit=8)
+    expected, held = np.asarray(model(tokens)), packed.weights_bytes(model)
+    linear.install(model, limit=8, release=True)
+    assert model.embed.get("weight") is None
+    assert model.layer.get("weight") is None
+    assert packed.weights_bytes(model) < held / 3
+    assert np.array_equal(np.asarray(model.embed(tokens)), quantised("Q8_0", 70, 128)[np.asarray(tokens)])
+    assert np.array_equal(np.asarray(model(tokens)), expected)
+    linear.uninstall(model)
+    assert type(model.layer) is nn.Linear
+    assert np.array_equal(np.asarray(model.layer.weight), quantised("Q4_1", 128, 128))
+    assert np.array_equal(np.asarray(model.embed.weight), quantised("Q8_0", 70, 128))
+
+
+def test_rows_that_are_not_there_are_refused() -> None:
+    form = packed.pack(mx.array(quantised("Q8_0", 6, 64)))
+    assert form is not None
+    with pytest.raises(IndexError, match="of 6"):
+        packed.rows(form, np.array([2, 6]))
