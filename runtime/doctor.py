@@ -112,6 +112,11 @@ def _python() -> Check:
     )
 
 
+def device() -> str:
+    """Where an engine would compute: ``cpu`` or ``gpu``; ``cpu`` too where MLX is missing."""
+    return str(_mlx().data.get("device", "cpu"))
+
+
 def _mlx() -> Check:
     """MLX's version and the device an engine would use."""
     from offbook.runtime.models.blas import preload_blas
@@ -127,7 +132,7 @@ def _mlx() -> Check:
             value=f"MLX does not import: {exc}",
             mend=f"pip install 'offbook[{extra}]' (or offbook[cuda] on a machine with an NVIDIA GPU)",
         )
-    device = "gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu"
+    device = "gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu"  # as an engine chooses
     name = str(mx.device_info().get("device_name", "")) if device == "gpu" else platform.processor()
     packages = {package: _version(package) for package in ("mlx", "mlx-lm")}
     if packages["mlx-lm"] is None:
