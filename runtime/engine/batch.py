@@ -77,9 +77,10 @@ class Batch:
     ) -> mx.array | None:
         """Run one chunk of each row. With ``logits``, those of each row's last token: [rows, vocabulary]."""
         counts = [len(chunk) for chunk in chunks]
-        step = Step(self.arrays, self.pool, tables, counts, native=self.native)
+        step = self._step(tables, counts)
+        out: mx.array | None
         if (decoder := self._decoder(sum(counts))) is not None:
-            out = decoder.forward(chunks, step, logits=logits)
+            out = decoder.forward([(step, chunks)], logits=len(chunks) if logits else 0)
         else:
             tokens = np.zeros((len(chunks), max(counts)), np.uint32)
             for row, chunk in enumerate(chunks):
@@ -88,20 +89,55 @@ class Batch:
             pending = [c.pending if isinstance(c, BatchQuantizedKVCache) else c.cache for c in step.caches]
             mx.eval(pending if out is None else (out, pending))
         step.commit()
-        return out
+        return out if logits else None
 
     def decode(self, tables: Sequence[AgentTable], tokens: Sequence[int]) -> mx.array:
         """Run one token of each row: logits [rows, vocabulary]."""
-        step = Step(self.arrays, self.pool, tables, [1] * len(tables), native=self.native)
+        step = self._step(tables, [1] * len(tables))
         column = np.array(tokens, np.uint32)[:, None]
+        out: mx.array | None
         if (decoder := self._decoder(len(tables))) is not None:
-            out = decoder.forward(column, step, logits=True)
+            out = decoder.forward([(step, column)], logits=len(tables))
         else:
             out = self._forward(mx.array(column), step, [1] * len(tables))
         assert out is not None
         mx.eval(out)
         step.commit()
         return out
+
+    def room(self, rows: int) -> int:
+        """Tokens that may be prefilled in the same forward as a decode step of so many rows."""
+        return self.decoder.limit - rows if self._decoder(rows) is not None and self.decoder else 0
+
+    def both(
+        self,
+        tables: Sequence[AgentTable],
+        tokens: Sequence[int],
+        joining: Sequence[AgentTable],
+        chunks: Sequence[Ids],
+        *,
+        logits: bool,
+    ) -> tuple[mx.array, mx.array | None]:
+        """``decode`` of some rows and ``prefill`` of others in one forward: the same results.
+
+        Weights are read once, so what is read beside a decode step costs little more than its products.
+
+        There must be ``room`` for the chunks.
+        """
+        decoder = self._decoder(len(tables) + sum(map(len, chunks)))
+        assert decoder is not None
+        decode = self._step(tables, [1] * len(tables))
+        prefill = self._step(joining, [len(chunk) for chunk in chunks])
+        column = np.array(tokens, np.uint32)[:, None]
+        wanted = len(tables) + (len(chunks) if logits else 0)
+        out = decoder.forward([(decode, column), (prefill, chunks)], logits=wanted)
+        mx.eval(out)
+        decode.commit()
+        prefill.commit()
+        return out[: len(tables)], out[len(tables) :] if logits else None
+
+    def _step(self, tables: Sequence[AgentTable], counts: Sequence[int]) -> Step:
+        return Step(self.arrays, self.pool, tables, counts, native=self.native)
 
     def _decoder(self, tokens: int) -> Decoder | None:
         """The kernel's forward, if a step of so many tokens is one for it."""

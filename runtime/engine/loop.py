@@ -293,16 +293,28 @@ class EngineLoop:
         for job, plan in self.scheduler.admit() if not self._resizes else ():
             self.steps.guard([job], partial(self.steps.begin, job, plan))
         self._await_loads()
+        self._step()
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self.step_started = 0.0
+        self._save_some()
+
+    def _step(self) -> None:
+        """Prefill and decode: in one forward where that is possible."""
+        rows = self.scheduler.decoding()
+        room = self.batch.room(len(rows)) if rows else 0
+        chunk = self.scheduler.prefill(
+            workspace=self.workspace // 2, score_bytes=self._score_bytes, beside=room
+        )
+        if chunk and rows and sum(count for _, count in chunk) <= room:
+            jobs = [*rows, *(job for job, _ in chunk)]
+            self.steps.guard(jobs, lambda: self.steps.both(rows, chunk))
+            return
         # Prefill first: a turn whose memory is there speaks before the rows' next step, and joins it.
-        chunk = self.scheduler.prefill(workspace=self.workspace // 2, score_bytes=self._score_bytes)
         if chunk:
             self.steps.guard([job for job, _ in chunk], lambda: self.steps.prefill(chunk))
         rows = self.scheduler.decoding()
         if rows:
             self.steps.guard(rows, lambda: self.steps.decode(rows))
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        self.step_started = 0.0
-        self._save_some()
 
     def _await_loads(self) -> None:
         """Before a decode step, wait a moment for a load that is about to end."""

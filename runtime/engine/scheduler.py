@@ -1,7 +1,8 @@
 """``Scheduler``: which job does what next. Plain Python, no arrays.
 
 One turn of the engine's loop is: admit, one decode step for all running rows, at most one prefill
-chunk. This file decides who is admitted, who is prefilled and how much; the loop does it.
+chunk, the two as one forward where the model's is the kernel's. This file decides who is admitted, who is
+prefilled and how much; the loop does it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ MIN_CHUNK = 32
 DECODE_SHARE = 1.35
 """Seconds that rows decode for each second of a long prompt's chunk: they keep over half their rate."""
 
+MIN_BESIDE = 8
+"""Tokens of a long prompt that are read beside a decode step at least."""
+
 LOAD_WAIT_SECONDS = 0.012
 """A load takes some milliseconds and a decode step tens: so long the step waits for a load that is about to
 end, so that a short turn does not wait for the step instead."""
@@ -49,6 +53,10 @@ class Scheduler:
         self.running: list[Job] = []
         self.prefill_rate = 200.0
         """Tokens a second of recent chunks; a cautious start, corrected by every chunk."""
+        self.beside_rate = 300.0
+        """Tokens a second of what was read beside decode steps, the steps' own time not counted."""
+        self._alone: dict[int, float] = {}
+        """Seconds of recent decode steps of so many rows with nothing beside them."""
         self._debt = 0.0
         self._short_last = False
 
@@ -186,7 +194,7 @@ class Scheduler:
     def decoding(self) -> list[Job]:
         return [job for job in self.running if job.phase is Phase.DECODE]
 
-    def prefill(self, *, workspace: int, score_bytes: int) -> list[tuple[Job, int]]:
+    def prefill(self, *, workspace: int, score_bytes: int, beside: int = 0) -> list[tuple[Job, int]]:
         """The jobs of the next chunk and how many tokens of each; empty if the decoding rows have the turn.
 
         Short prompts go first, several at a time, since they cost rows little and are soon answered; but
@@ -196,19 +204,25 @@ class Scheduler:
         Args:
             workspace: bytes a step may use for temporaries.
             score_bytes: bytes of attention temporaries per (new token, context token) pair.
+            beside: tokens that may be read in the same forward as the rows' next ones; 0 if none may.
         """
         waiting = sorted((j for j in self.running if j.phase is Phase.PREFILL), key=lambda job: job.order)
-        rows_decode = any(job.phase is Phase.DECODE for job in self.running)
-        limit = self._chunk_limit(rows_decode)
+        rows = len(self.decoding())
+        limit = beside or self._chunk_limit(rows > 0)
         short = [job for job in waiting if len(job.remaining) <= min(SHORT_PREFILL, limit)]
         long = next((job for job in waiting if job not in short), None)
-        may_be_long = long is not None and (not rows_decode or self._debt <= 0)
+        may_be_long = long is not None and (not rows or self._debt <= 0)
+        if beside and rows not in self._alone:
+            may_be_long = False  # until it is known how long these rows take by themselves
         if short and not (may_be_long and self._short_last):
             self._short_last = True
             return self._together(short, limit, workspace, score_bytes)
         self._short_last = False
         if long is None or not may_be_long:
             return []
+        if beside:
+            share = self._alone[rows] / DECODE_SHARE
+            return [(long, min(len(long.remaining), limit, max(MIN_BESIDE, int(share * self.beside_rate))))]
         fits = max(MIN_CHUNK, int(workspace / max(1, score_bytes * len(long.ids))))
         return [(long, min(len(long.remaining), limit, fits))]
 
@@ -239,9 +253,18 @@ class Scheduler:
         if self.decoding():
             self._debt += DECODE_SHARE * seconds
 
-    def observe_decode(self, seconds: float) -> None:
+    def observe_decode(self, rows: int, seconds: float) -> None:
         """Rows had this much time."""
+        self._alone[rows] = seconds + 0.7 * (self._alone.get(rows, seconds) - seconds)
         self._debt = max(0.0, self._debt - seconds)
+
+    def observe_both(self, rows: int, tokens: int, seconds: float) -> None:
+        """Rows had a step, and what was read beside it took the rest of the time."""
+        alone = min(seconds, self._alone.get(rows, seconds))
+        rest = seconds - alone
+        if rest > 0:
+            self.beside_rate += 0.2 * (min(tokens / rest, 1e4) - self.beside_rate)
+        self._debt = max(0.0, self._debt + DECODE_SHARE * rest - alone)
 
     def expecting(self) -> bool:
         """Whether a load is under way whose turn could begin at once: worth a moment's wait."""

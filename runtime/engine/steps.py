@@ -20,6 +20,7 @@ from offbook.actors.lm import FinishReason, StateHandle
 from offbook.bus.errors import EngineFailed, OffbookError
 
 from ..kv.memory import Key, KVMemory, Loading
+from ..kv.table import AgentTable, Ids
 from ..observe.metrics import Metrics
 from ..observe.trace import Trace
 from ..store.hashing import chain_at
@@ -29,6 +30,9 @@ from .sampling import top_logprobs
 from .scheduler import Scheduler
 
 log = logging.getLogger("offbook.engine")
+
+Chunk = Sequence[tuple[Job, int]]
+"""Jobs, and how many of their tokens are read next."""
 
 
 class Steps:
@@ -145,23 +149,57 @@ class Steps:
         else:
             self._ready(job, table)
 
-    def prefill(self, chunk: Sequence[tuple[Job, int]]) -> None:
-        jobs = [job for job, _ in chunk]
-        tables = [job.table for job in jobs if job.table is not None]
-        pieces = [job.remaining[:count] for job, count in chunk]
-        last = all(len(job.remaining) == count for job, count in chunk)
+    def prefill(self, chunk: Chunk) -> None:
+        """Read some of the tokens that jobs have yet to read."""
+        tables, pieces, last = self._reading(chunk)
+        wanted = last and any(job.max_tokens for job, _ in chunk)
         started = time.monotonic()
-        logits = self.batch.prefill(tables, pieces, logits=last and any(j.max_tokens for j in jobs))
+        logits = self.batch.prefill(tables, pieces, logits=wanted)
         ended, count = time.monotonic(), sum(map(len, pieces))
         self.scheduler.observe_prefill(count, ended - started)
         self.metrics.observe("prefill_chunk_ms", (ended - started) * 1e3)
-        if self.trace is not None:
-            self.trace.step(f"prefill {count}", started, ended, agents=[job.key[0] for job in jobs])
-        for (job, count), table in zip(chunk, tables, strict=True):
+        self._trace(f"prefill {count}", started, ended, [job for job, _ in chunk])
+        self._have_read(chunk, last, logits)
+
+    def decode(self, rows: Sequence[Job]) -> None:
+        """The next token of every row."""
+        tables, tokens = self._speaking(rows)
+        started = time.monotonic()
+        logits = self.batch.decode(tables, tokens)
+        ended = time.monotonic()
+        self.scheduler.observe_decode(len(rows), ended - started)
+        self.metrics.observe("decode_step_ms", (ended - started) * 1e3)
+        self._trace(f"decode {len(rows)}", started, ended, rows)
+        self._have_spoken(rows, logits)
+
+    def both(self, rows: Sequence[Job], chunk: Chunk) -> None:
+        """``decode`` and ``prefill`` in one forward."""
+        tables, tokens = self._speaking(rows)
+        joining, pieces, last = self._reading(chunk)
+        wanted = last and any(job.max_tokens for job, _ in chunk)
+        started = time.monotonic()
+        spoken, read = self.batch.both(tables, tokens, joining, pieces, logits=wanted)
+        ended, count = time.monotonic(), sum(map(len, pieces))
+        self.scheduler.observe_both(len(rows), count, ended - started)
+        self.metrics.observe("decode_step_ms", (ended - started) * 1e3)
+        self._trace(f"decode {len(rows)} + prefill {count}", started, ended, [*rows, *(j for j, _ in chunk)])
+        self._have_spoken(rows, spoken)
+        self._have_read(chunk, last, read)
+
+    def _reading(self, chunk: Chunk) -> tuple[list[AgentTable], list[Ids], bool]:
+        """Tables, new tokens, and whether these are the last before the jobs' first own tokens."""
+        tables = [job.table for job, _ in chunk if job.table is not None]
+        pieces = [job.remaining[:count] for job, count in chunk]
+        return tables, pieces, all(len(job.remaining) == count for job, count in chunk)
+
+    def _have_read(self, chunk: Chunk, last: bool, logits: mx.array | None) -> None:
+        for job, count in chunk:
             job.prefilled += count
-            self._alone(job, partial(self.memory.after_step, table))
+            if job.table is not None:
+                self._alone(job, partial(self.memory.after_step, job.table))
         if not last:
             return
+        jobs = [job for job, _ in chunk]
         for job in jobs:
             if job.phase is Phase.DONE:
                 continue
@@ -171,23 +209,25 @@ class Steps:
         if logits is not None:
             self.draw(jobs, logits)
 
-    def decode(self, rows: Sequence[Job]) -> None:
+    def _speaking(self, rows: Sequence[Job]) -> tuple[list[AgentTable], list[int]]:
+        """Tables and last tokens; the tables take these in."""
         tables = [job.table for job in rows if job.table is not None]
         tokens = [job.generated[-1] for job in rows]
         for table, token in zip(tables, tokens, strict=True):
             table.ids = np.append(table.ids[: table.tokens], np.uint32(token))
-        started = time.monotonic()
-        logits = self.batch.decode(tables, tokens)
-        ended = time.monotonic()
-        self.scheduler.observe_decode(ended - started)
-        self.metrics.observe("decode_step_ms", (ended - started) * 1e3)
+        return tables, tokens
+
+    def _have_spoken(self, rows: Sequence[Job], logits: mx.array) -> None:
         self.metrics.count("decode_steps")
         self.metrics.count("decode_rows", len(rows))
-        if self.trace is not None:
-            self.trace.step(f"decode {len(rows)}", started, ended, agents=[job.key[0] for job in rows])
-        for job, table in zip(rows, tables, strict=True):
-            self._alone(job, partial(self.memory.after_step, table))
+        for job in rows:
+            if job.table is not None:
+                self._alone(job, partial(self.memory.after_step, job.table))
         self.draw(rows, logits)
+
+    def _trace(self, what: str, started: float, ended: float, jobs: Sequence[Job]) -> None:
+        if self.trace is not None:
+            self.trace.step(what, started, ended, agents=[job.key[0] for job in jobs])
 
     def draw(self, rows: Sequence[Job], logits: mx.array) -> None:
         """Draw the next token of every row that still decodes, and say what is certain."""

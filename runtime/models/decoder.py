@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -253,35 +254,47 @@ class Decoder:
     def logits(self, hidden: F32) -> F32:
         """[rows, vocabulary] of hidden states [rows, hidden]."""
         out = np.empty((len(hidden), self._head.outputs[0]), np.float32)
-        if self._logits(
+        if len(hidden) and self._logits(
             self._head.pointer, address(self._final), self._eps, len(hidden), self.hidden,
             address(hidden), address(out),
         ):  # fmt: skip
             raise MemoryError("the layer kernel could not get working memory")
         return out
 
-    # ---- one step over the pool
+    # ---- steps over the pool
 
     def forward(
-        self, rows: Sequence[NDArray[Any]] | NDArray[Any], step: Step, *, logits: bool
-    ) -> mx.array | None:
-        """Run a step: ``rows`` are the new tokens of each row; logits [rows, vocabulary] of their last ones.
+        self, steps: Sequence[tuple[Step, Sequence[NDArray[Any]] | NDArray[Any]]], *, logits: int
+    ) -> mx.array:
+        """Run steps together, each with the new tokens of its rows.
 
-        Leaves the step as a forward of the model does: to be committed.
+        Leaves them as forwards of the model do: to be committed. Each row has the bits that its step alone
+        would give.
+
+        Returns:
+            Logits [logits, vocabulary] of the last tokens of the first so many rows.
         """
-        counts = [len(row) for row in rows]
-        ends = np.cumsum(counts)
-        spans = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
-        positions = np.concatenate(
-            [np.arange(past, past + count) for past, count in zip(step.past, counts, strict=True)]
-        )
+        rows = [(step, past, len(new)) for step, of in steps for past, new in zip(step.past, of, strict=True)]
+        ends = np.cumsum([count for _, _, count in rows])
+        positions = np.concatenate([np.arange(past, past + count) for _, past, count in rows])
+        parts: list[tuple[Step, slice, list[slice]]] = []
+        at = 0
+        for step, of in steps:
+            bounds = np.cumsum([0, *map(len, of)]).tolist()
+            spans = [slice(start, stop) for start, stop in pairwise(bounds)]
+            parts.append((step, slice(at, at + bounds[-1]), spans))
+            at += bounds[-1]
 
         def attend(index: int, scale: float, queries: F32, keys: F32, values: F32, out: F32) -> None:
-            step.native.attend(step.caches[index], spans, scale, queries, keys, values, out)
+            for step, part, spans in parts:
+                mine = (queries[part], keys[part], values[part], out[part])
+                step.native.attend(step.caches[index], spans, scale, *mine)
 
-        tokens = np.concatenate(rows)
-        hidden = self.hidden_states(tokens, positions, attend, rounded=not step.decoding)
-        return mx.array(self.logits(hidden[ends - 1])) if logits else None
+        tokens = np.concatenate([new for _, of in steps for new in of])
+        # A decode step rounds as it writes; rounded before, the same comes out.
+        rounded = any(not step.decoding for step, _ in steps)
+        hidden = self.hidden_states(tokens, positions, attend, rounded=rounded)
+        return mx.array(self.logits(hidden[ends[:logits] - 1]))
 
 
 def find(model: nn.Module, spec: ModelCacheSpec) -> Decoder | None:
