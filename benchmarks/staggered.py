@@ -17,7 +17,7 @@ from benchmarks import common
 from benchmarks.team import QUESTION, Reader, Team, Turn, budget_for, load_embedded
 from offbook.bus.errors import Cancelled
 
-LONG = 400
+LONG = 1500
 
 
 def wait_for_pieces(turn: Turn, count: int) -> None:
@@ -36,7 +36,7 @@ def main() -> None:
     loaded = load_embedded()
     reader = Reader(loaded)
     idle, busy, alone, beside = [], [], [], []
-    with Team(loaded, budget_for(loaded, agents=4, tokens=size + 1024)) as team:
+    with Team(loaded, budget_for(loaded, agents=4, tokens=size + LONG + 512)) as team:
         team.say("a", reader.text(size - 40) + QUESTION, max_tokens=8)
         team.say("b", reader.text(size - 40) + QUESTION, max_tokens=8)
         for repeat in range(repeats):

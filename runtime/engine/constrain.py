@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import llguidance
-import mlx.core as mx
 import numpy as np
 
 from offbook.bus.errors import InvalidRequest
 
 from .closing import Closer, completes
 from .patterns import example, patterns_in
-from .sampling import Sampler
+from .sampling import Logits, Sampler
 from .schema import enforceable
 from .text import BytesDetokenizer
 from .vocabulary import Vocabulary, vocabulary_of
@@ -122,7 +121,7 @@ class Constraint:
         """For the reply's text."""
         return BytesDetokenizer(self._vocabulary.spelling)
 
-    def draw(self, sampler: Sampler, logits: mx.array, history: Sequence[int], left: int) -> int:
+    def draw(self, sampler: Sampler, logits: Logits, history: Sequence[int], left: int) -> int:
         """The row's next token.
 
         Args:
@@ -136,7 +135,7 @@ class Constraint:
         for _ in range(DRAWS):
             if not allowed.any():
                 break
-            token = sampler.draw(mx.where(mx.array(allowed), logits, -mx.inf), history)
+            token = sampler.draw(np.where(allowed, logits, np.float32(-np.inf)), history)
             if allowed[token] and self._take(token, left - 1):
                 return token
             allowed[token] = False

@@ -26,7 +26,7 @@ from ..observe.trace import Trace
 from ..store.hashing import chain_at
 from .batch import Batch
 from .job import Job, Phase
-from .sampling import top_logprobs
+from .sampling import Logits, top_logprobs
 from .scheduler import Scheduler
 
 log = logging.getLogger("offbook.engine")
@@ -231,19 +231,16 @@ class Steps:
 
     def draw(self, rows: Sequence[Job], logits: mx.array) -> None:
         """Draw the next token of every row that still decodes, and say what is certain."""
-        # One sum a row says whether there is anything that is no number: then nothing can be drawn from it.
-        nonsense = np.isnan(np.array(mx.sum(logits.astype(mx.float32), axis=-1)))
-        best = None
-        if any(job.sampler.greedy and job.constraint is None for job in rows):
-            best = np.array(mx.argmax(logits, axis=-1))
+        values = np.array(logits.astype(mx.float32), copy=False)
+        # The index of a NaN, where there is one: then nothing can be drawn from the row.
+        best = values.argmax(axis=-1)
         for row, job in enumerate(rows):
-            if job.phase is Phase.DECODE and nonsense[row]:
+            if job.phase is Phase.DECODE and np.isnan(values[row, best[row]]):
                 self.fail(job, ArithmeticError("the model's logits are not numbers"))
             elif job.phase is Phase.DECODE:
-                likeliest = int(best[row]) if best is not None else 0
-                self._alone(job, partial(self._draw_row, job, logits[row], likeliest))
+                self._alone(job, partial(self._draw_row, job, values[row], int(best[row])))
 
-    def _draw_row(self, job: Job, logits: mx.array, likeliest: int) -> None:
+    def _draw_row(self, job: Job, logits: Logits, likeliest: int) -> None:
         """One row's next token from logits [vocabulary]."""
         if job.logprobs:
             pairs = top_logprobs(logits, job.logprobs)

@@ -199,6 +199,11 @@ class Decoder:
         self._floats: F32 | None = None if self._table is not None else np.asarray(self._embedding.weight)
         if table.inputs != [self.hidden] or self._final.shape != (self.hidden,):
             raise _Unlike("hidden states of different sizes")
+        self._held = [
+            (module, *arrays)
+            for w in self._weights
+            for module, arrays in zip(w.modules, w.arrays, strict=True)
+        ]
         self.factor = np.float32(1)
         self.limit = LIMITS[native_library.instruction_set_in_use()]
         library = native_library.library()
@@ -210,7 +215,10 @@ class Decoder:
 
     def current(self) -> bool:
         """Whether the model still holds the arrays that were found in it."""
-        return all(weights.of(weights.modules) for weights in self._weights)
+        return all(
+            module.get("weight") is weight and module.get("bias") is bias
+            for module, weight, bias in self._held
+        )
 
     def hidden_states(
         self, tokens: NDArray[Any], positions: NDArray[np.int64], attend: Attend, *, rounded: bool

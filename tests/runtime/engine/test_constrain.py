@@ -9,7 +9,6 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
-import mlx.core as mx
 import msgspec
 import numpy as np
 import pytest
@@ -173,7 +172,7 @@ def speak(constraint: Constraint, logits: Logits, most: int, loaded: Any, **samp
     sampler, tokens = Sampler(SamplingParams(max_tokens=most, **sampling)), []
     stream, said = constraint.detokenizer(), ""
     while len(tokens) < most and not constraint.finished:
-        row = mx.array(logits(len(tokens)).astype(np.float32))
+        row = logits(len(tokens)).astype(np.float32)
         tokens.append(constraint.draw(sampler, row, tokens, most - len(tokens)))
         if tokens[-1] in loaded.eos_token_ids:
             break

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
 from offbook.actors.lm import SamplingParams
 from offbook.bus.errors import InvalidRequest
-from offbook.runtime.engine.sampling import Sampler, filtered, top_logprobs, validate
+from offbook.runtime.engine.sampling import Logits, Sampler, filtered, top_logprobs, validate
 
 
 @pytest.mark.parametrize(
@@ -53,7 +52,7 @@ def test_an_impossible_value_is_refused_by_name(field: str, value: Any) -> None:
 def test_every_seed_that_is_allowed_can_be_drawn_from(seed: int) -> None:
     params = SamplingParams(temperature=1.0, seed=seed)
     validate(params)
-    draws = [Sampler(params).draw(mx.zeros(50), []) for _ in range(2)]
+    draws = [Sampler(params).draw(np.zeros(50, np.float32), []) for _ in range(2)]
     assert draws[0] == draws[1]
 
 
@@ -61,14 +60,14 @@ def test_every_seed_that_is_allowed_can_be_drawn_from(seed: int) -> None:
 def test_the_extremes_of_temperature_draw_a_token(temperature: float) -> None:
     params = SamplingParams(temperature=temperature, seed=1)
     validate(params)
-    assert 0 <= Sampler(params).draw(mx.array([1.0, 9.0, 2.0]), []) < 3
+    assert 0 <= Sampler(params).draw(np.array([1.0, 9.0, 2.0], np.float32), []) < 3
 
 
-def kept(logits: mx.array) -> list[int]:
-    return np.flatnonzero(np.isfinite(np.array(logits))).tolist()
+def kept(logits: Logits) -> list[int]:
+    return np.flatnonzero(np.isfinite(logits)).tolist()
 
 
-LOGITS = mx.log(mx.array([0.05, 0.5, 0.15, 0.3]))
+LOGITS = np.log(np.array([0.05, 0.5, 0.15, 0.3], np.float32))
 
 
 @pytest.mark.parametrize(
@@ -88,18 +87,18 @@ def test_filters_leave_just_the_tokens_they_name(values: dict[str, Any], expecte
 
 
 def test_a_penalised_token_is_less_likely_and_the_callers_logits_stay() -> None:
-    logits = mx.array([2.0, -2.0, 1.0])
+    logits = np.array([2.0, -2.0, 1.0], np.float32)
     sampler = Sampler(SamplingParams(repetition_penalty=2.0))
     assert np.array(sampler.penalised(logits, [0, 1])).tolist() == [1.0, -4.0, 1.0]
     assert np.array(logits).tolist() == [2.0, -2.0, 1.0]
-    assert sampler.draw(mx.array([2.0, 1.5, 0.0]), [0]) == 1
+    assert sampler.draw(np.array([2.0, 1.5, 0.0], np.float32), [0]) == 1
 
 
 def test_a_penalty_sees_only_its_context() -> None:
     sampler = Sampler(SamplingParams(repetition_penalty=2.0, repetition_context=1))
-    assert np.array(sampler.penalised(mx.array([2.0, 2.0]), [0, 1])).tolist() == [2.0, 1.0]
+    assert np.array(sampler.penalised(np.array([2.0, 2.0], np.float32), [0, 1])).tolist() == [2.0, 1.0]
     off = Sampler(SamplingParams(repetition_penalty=2.0, repetition_context=0))
-    assert np.array(off.penalised(mx.array([2.0, 2.0]), [0, 1])).tolist() == [2.0, 2.0]
+    assert np.array(off.penalised(np.array([2.0, 2.0], np.float32), [0, 1])).tolist() == [2.0, 2.0]
 
 
 def test_logprobs_are_of_the_likeliest_tokens_in_order() -> None:
@@ -138,3 +137,16 @@ def test_a_seed_gives_the_same_draws_and_another_seed_others() -> None:
 
     assert draws(3) == draws(3)
     assert draws(3) != draws(4)
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
+def test_top_p_leaves_the_smallest_set_that_has_the_mass(top_p: float) -> None:
+    """Also where most of a large vocabulary is not looked at."""
+    for scale in (0.0, 1.0, 4.0):
+        logits = np.random.default_rng(7).standard_normal(5000).astype(np.float32) * np.float32(scale)
+        shares = np.exp(logits.astype(np.float64)) / np.exp(logits.astype(np.float64)).sum()
+        left = kept(filtered(logits, SamplingParams(top_p=top_p)))
+        mass = shares[left].sum()
+        assert mass >= top_p - 1e-5
+        assert mass - shares[left].min() < top_p + 1e-5
+        assert shares[left].min() >= np.delete(shares, left).max(initial=0)
