@@ -158,8 +158,8 @@ class Steps:
         ended, count = time.monotonic(), sum(map(len, pieces))
         self.scheduler.observe_prefill(count, ended - started)
         self.metrics.observe("prefill_chunk_ms", (ended - started) * 1e3)
-        self._trace(f"prefill {count}", started, ended, [job for job, _ in chunk])
         self._have_read(chunk, last, logits)
+        self._trace(f"prefill {count}", started, [job for job, _ in chunk])
 
     def decode(self, rows: Sequence[Job]) -> None:
         """The next token of every row."""
@@ -169,8 +169,8 @@ class Steps:
         ended = time.monotonic()
         self.scheduler.observe_decode(len(rows), ended - started)
         self.metrics.observe("decode_step_ms", (ended - started) * 1e3)
-        self._trace(f"decode {len(rows)}", started, ended, rows)
         self._have_spoken(rows, logits)
+        self._trace(f"decode {len(rows)}", started, rows)
 
     def both(self, rows: Sequence[Job], chunk: Chunk) -> None:
         """``decode`` and ``prefill`` in one forward."""
@@ -182,9 +182,9 @@ class Steps:
         ended, count = time.monotonic(), sum(map(len, pieces))
         self.scheduler.observe_both(len(rows), count, ended - started)
         self.metrics.observe("decode_step_ms", (ended - started) * 1e3)
-        self._trace(f"decode {len(rows)} + prefill {count}", started, ended, [*rows, *(j for j, _ in chunk)])
         self._have_spoken(rows, spoken)
         self._have_read(chunk, last, read)
+        self._trace(f"decode {len(rows)} + prefill {count}", started, [*rows, *(job for job, _ in chunk)])
 
     def _reading(self, chunk: Chunk) -> tuple[list[AgentTable], list[Ids], bool]:
         """Tables, new tokens, and whether these are the last before the jobs' first own tokens."""
@@ -225,9 +225,10 @@ class Steps:
                 self._alone(job, partial(self.memory.after_step, job.table))
         self.draw(rows, logits)
 
-    def _trace(self, what: str, started: float, ended: float, jobs: Sequence[Job]) -> None:
+    def _trace(self, what: str, started: float, jobs: Sequence[Job]) -> None:
+        """A step that has just ended, its draws included."""
         if self.trace is not None:
-            self.trace.step(what, started, ended, agents=[job.key[0] for job in jobs])
+            self.trace.step(what, started, time.monotonic(), agents=[job.key[0] for job in jobs])
 
     def draw(self, rows: Sequence[Job], logits: mx.array) -> None:
         """Draw the next token of every row that still decodes, and say what is certain."""
