@@ -39,6 +39,9 @@ DECODE_SHARE = 1.35
 MIN_BESIDE = 8
 """Tokens of a long prompt that are read beside a decode step at least."""
 
+MAX_PASSED = 4
+"""Lots of short prompts that are read before a long one that waits, whatever the rows are owed."""
+
 LOAD_WAIT_SECONDS = 0.012
 """A load takes some milliseconds and a decode step tens: so long the step waits for a load that is about to
 end, so that a short turn does not wait for the step instead."""
@@ -59,6 +62,7 @@ class Scheduler:
         """Seconds of recent decode steps of so many rows with nothing beside them."""
         self._debt = 0.0
         self._short_last = False
+        self._passed = 0
 
     # ---- coming in and going out
 
@@ -211,15 +215,17 @@ class Scheduler:
         limit = beside or self._chunk_limit(rows > 0)
         short = [job for job in waiting if len(job.remaining) <= min(SHORT_PREFILL, limit)]
         long = next((job for job in waiting if job not in short), None)
-        may_be_long = long is not None and (not rows or self._debt <= 0)
+        may_be_long = long is not None and (not rows or self._debt <= 0 or self._passed >= MAX_PASSED)
         if beside and rows not in self._alone:
             may_be_long = False  # until it is known how long these rows take by themselves
         if short and not (may_be_long and self._short_last):
             self._short_last = True
+            self._passed += long is not None
             return self._together(short, limit, workspace, score_bytes)
         self._short_last = False
         if long is None or not may_be_long:
             return []
+        self._passed = 0
         if beside:
             share = self._alone[rows] / DECODE_SHARE
             return [(long, min(len(long.remaining), limit, max(MIN_BESIDE, int(share * self.beside_rate))))]

@@ -20,7 +20,7 @@ from offbook.runtime.kv.pool import BlockPool
 from offbook.runtime.kv.probe import derive
 from offbook.runtime.kv.scheme import KVScheme
 from offbook.runtime.kv.spec import ModelCacheSpec
-from offbook.runtime.kv.table import AgentTable
+from offbook.runtime.kv.table import ABSENT, AgentTable
 from offbook.runtime.models import decoder, linear
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.unavailable_reason()))
@@ -103,9 +103,9 @@ class Pair:
         self.plain, self.ours = self.batch(model, None), self.batch(model, found)
 
     def batch(self, model: nn.Module, by: decoder.Decoder | None) -> Batch:
-        groups = [(group.name, 24) for group in self.spec.groups]
-        arrays = PoolArrays(self.spec, self.scheme, [24 for _ in groups], 24, host=True)
-        return Batch(model, arrays, BlockPool(groups, 24), native=NativeAttention(arrays), decoder=by)
+        groups = [(group.name, 40) for group in self.spec.groups]
+        arrays = PoolArrays(self.spec, self.scheme, [40 for _ in groups], 40, host=True)
+        return Batch(model, arrays, BlockPool(groups, 40), native=NativeAttention(arrays), decoder=by)
 
     def tables(self, rows: int) -> list[AgentTable]:
         return [AgentTable(f"a/{row}", "", self.spec.groups, self.scheme) for row in range(rows)]
@@ -146,6 +146,50 @@ def test_a_row_has_the_same_bits_alone_and_with_others(name: str) -> None:
         alone = run(pair.ours, pair.tables(1), [row])
         for got, wanted in zip(alone, together, strict=True):
             assert np.array_equal(got[0], wanted[row])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_what_is_read_beside_a_decode_step_has_the_bits_of_steps_apart(name: str) -> None:
+    """Rows that decode, others that begin or go on, over block and page ends."""
+    pair = Pair(MODELS[name]())
+    batch = pair.ours
+
+    def histories() -> tuple[list[AgentTable], list[AgentTable]]:
+        speaking, joining = pair.tables(2), pair.tables(3)
+        for table, length in zip([*speaking, *joining[:2]], (250, 130, 300, 63), strict=True):
+            for part in np.array_split(ids(length, length), 3):
+                batch.prefill([table], [part], logits=False)
+        return speaking, joining
+
+    speaking, joining = histories()
+    chunks = [ids(5, 1), ids(20, 2), ids(11, 3)]
+    assert batch.room(2) >= sum(map(len, chunks))
+    apart = []
+    for step in range(12):
+        decoded = batch.decode(speaking, [step, step + 1])
+        read = batch.prefill(joining, chunks, logits=step % 2 == 0)
+        apart.append((decoded, read))
+    for tables in (speaking, joining):
+        for table in tables:
+            release(batch, table)
+    speaking, joining = histories()
+    for step, (decoded, read) in enumerate(apart):
+        got = batch.both(speaking, [step, step + 1], joining, chunks, logits=step % 2 == 0)
+        assert np.array_equal(np.array(got[0]), np.array(decoded)), step
+        if read is None:
+            assert got[1] is None
+        else:
+            assert got[1] is not None
+            assert np.array_equal(np.array(got[1]), np.array(read)), step
+
+
+def release(batch: Batch, table: AgentTable) -> None:
+    for group, slots in enumerate(table.slots):
+        for slot in slots:
+            if slot != ABSENT:
+                batch.pool.groups[group].release(slot)
+    for page in table.pages:
+        batch.pool.pages.release(page)
 
 
 def test_more_tokens_than_its_limit_go_the_models_way() -> None:
