@@ -50,7 +50,6 @@ NORMS = (
     ),
 )
 
-
 _NORM_FIELDS = (
     "before_attention",
     "of_queries",
@@ -71,10 +70,6 @@ class _Block(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("turned", "neighbours", "activation")),
         ("eps", ctypes.c_float),
     ]
-
-
-def _turns(rope: Any) -> bool:
-    return isinstance(rope, Rotary)
 
 
 class _Unlike(Exception):
@@ -113,62 +108,67 @@ class _Layer:
 
 
 def _layer(module: Any, activation: int, names: Sequence[str | None], weights: list[Weights]) -> _Layer:
+    """One layer's parts; the weights are added to ``weights``.
+
+    Raises:
+        _Unlike: it has other parts, or they do not meet.
+    """
     attention, gated = getattr(module, "self_attn", None), getattr(module, "mlp", None)
     if attention is None or gated is None:
         raise _Unlike("no self_attn or mlp")
     projections = [attention.get(name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     three = next((n for n in NAMES if all(isinstance(gated.get(name), nn.Linear) for name in n)), None)
-    rope = attention.get("rope")
-    if (
-        three is None
-        or not all(isinstance(p, nn.Linear) for p in projections)
-        or not isinstance(rope, Rotary)
-    ):
+    rope: Any = attention.get("rope")
+    if three is None or not all(isinstance(projection, nn.Linear) for projection in projections):
         raise _Unlike("other projections")
-    held = [Weights(projections[:3]), Weights(projections[3:]), Weights([gated.get(name) for name in three])]
-    if not all(w.fit for w in held):
+    if not isinstance(rope, Rotary):
+        raise _Unlike("other positions")
+    into, output, block = (
+        Weights(modules)
+        for modules in (projections[:3], projections[3:], [gated.get(name) for name in three])
+    )
+    if not (into.fit and output.fit and block.fit):
         raise _Unlike("weights that are not float32")
-    weights += held
     heads, kv_heads = attention.n_heads, attention.n_kv_heads
-    width, hidden = held[0].outputs[0] // heads, held[0].inputs[0]
-    if held[0].outputs != [heads * width, kv_heads * width, kv_heads * width] or rope.dims > width:
-        raise _Unlike("heads of different widths")
-    if (
-        held[1].inputs != [heads * width]
-        or held[1].outputs != [hidden]
-        or held[2].inputs != [hidden, hidden, held[2].outputs[0]]
-        or held[2].outputs[2] != hidden
-    ):
+    width, hidden, inner = into.outputs[0] // heads, into.inputs[0], block.outputs[0]
+    meet = (
+        into.outputs == [heads * width, kv_heads * width, kv_heads * width]
+        and rope.dims <= width
+        and (output.inputs, output.outputs) == ([heads * width], [hidden])
+        and (block.inputs, block.outputs) == ([hidden, hidden, inner], [inner, inner, hidden])
+    )
+    if not meet:
         raise _Unlike("sizes that do not meet")
-    found = [
-        _norm(module.get(names[0])),
-        _norm(attention.get("q_norm")),
-        _norm(attention.get("k_norm")),
-        *(_norm(module.get(name) if name else None) for name in names[1:]),
-    ]
-    sizes = (hidden, width, width, hidden, hidden, hidden)
-    if (
-        found[0] is None
-        or found[4] is None
-        or any(
-            bool(n) != (f is not None)
-            for n, f in zip((names[0], *names[1:]), (found[0], *found[3:]), strict=True)
-        )
-    ):
-        raise _Unlike("norms elsewhere")  # fmt: skip
-    if any(f is not None and f[0].shape != (size,) for f, size in zip(found, sizes, strict=True)):
-        raise _Unlike("norms of other sizes")
-    block = _Block(
+    weights += [into, output, block]
+    norms, eps = _norms(module, names, hidden, width)
+    struct = _Block(
         hidden=hidden, heads=heads, kv_heads=kv_heads, width=width, turned=rope.dims,
-        neighbours=int(bool(rope.traditional)), activation=activation, eps=found[0][1],
+        neighbours=int(bool(rope.traditional)), activation=activation, eps=eps,
     )  # fmt: skip
-    if any(f is not None and f[1] != found[0][1] for f in found):
-        raise _Unlike("norms with different epsilons")
-    for name, norm in zip(_NORM_FIELDS, found, strict=True):
-        setattr(block, name, None if norm is None else address(norm[0]))
-    for parts, structs in zip(held, (block.projections, block.output, block.gated), strict=True):
+    for name, norm in zip(_NORM_FIELDS, norms, strict=True):
+        setattr(struct, name, None if norm is None else address(norm))
+    for parts, structs in ((into, struct.projections), (output, struct.output), (block, struct.gated)):
         parts.fill(structs)
-    return _Layer(block, float(attention.scale), rope._angles, rope, [f[0] for f in found if f is not None])
+    return _Layer(struct, float(attention.scale), rope._angles, rope, [n for n in norms if n is not None])
+
+
+def _norms(
+    module: Any, names: Sequence[str | None], hidden: int, width: int
+) -> tuple[list[F32 | None], float]:
+    """A layer's norms in the order of the struct's fields, and their epsilon."""
+    before, after, before_gated, after_gated = (module.get(name) if name else None for name in names)
+    attention = module.self_attn
+    modules = (before, attention.get("q_norm"), attention.get("k_norm"), after, before_gated, after_gated)
+    if any(name is not None and module.get(name) is None for name in names):
+        raise _Unlike("norms elsewhere")
+    found = [_norm(norm) for norm in modules]
+    sizes = (hidden, width, width, hidden, hidden, hidden)
+    there = [(*norm, size) for norm, size in zip(found, sizes, strict=True) if norm is not None]
+    if any(factors.shape != (size,) for factors, _, size in there):
+        raise _Unlike("norms of other sizes")
+    if len({eps for _, eps, _ in there}) != 1:
+        raise _Unlike("norms with different epsilons")
+    return [None if norm is None else norm[0] for norm in found], there[0][1]
 
 
 class Decoder:
