@@ -257,7 +257,6 @@ class EngineLoop:
     def _resize_now(self) -> None:
         """With nothing running: save everything, give the pool back, build it at the new size."""
         budget, done = self._resizes.pop(0)
-        before, self.budget_bytes = self.budget_bytes, budget
         for key in list(self.memory.tables):
             self.memory.evict(key)
         if self.store is not None:
@@ -267,6 +266,10 @@ class EngineLoop:
         del self.arrays, self.batch, self.memory, self.scheduler, self.supervisor, self.pool, self.steps
         gc.collect()
         mx.clear_cache()
+        before, self.budget_bytes = (
+            self.budget_bytes,
+            budget,
+        )  # not before: the old pool was within the old one
         try:
             self._build_pool()
         except ContextTooLarge as error:
