@@ -11,18 +11,18 @@ struct packing {
     _Atomic int failed;
 };
 
-/* Codes 0 to 15 from the least value up: the largest value may have any of the codes. */
-static int find_4(const float *w, float *scale, float *bias, uint8_t *codes) {
+/* Codes from the least value, 0, up: the largest value may have any code to `most`. */
+static int find_affine(const float *w, int most, float *scale, float *bias, uint8_t *codes) {
     float low = w[0], high = w[0];
     for (int i = 1; i < PACK_GROUP; i++) low = w[i] < low ? w[i] : low, high = w[i] > high ? w[i] : high;
     *bias = low;
-    for (int top = 15; top > 0; top--) {
+    for (int top = most; top > 0; top--) {
         float step = (high - low) / (float)top;
         int i = 0;
         if (step == 0) memset(codes, 0, PACK_GROUP), *scale = 0, i = PACK_GROUP;
         for (; i < PACK_GROUP; i++) {
             float code = rintf((w[i] - low) / step);
-            if (!(code >= 0 && code <= 15) || (double)code * step != (float)(code * step) || code * step + low != w[i]) break;
+            if (!(code >= 0 && code <= most) || (double)code * step != (float)(code * step) || code * step + low != w[i]) break;
             codes[i] = (uint8_t)code;
         }
         if (i == PACK_GROUP) return *scale = step, 1;
@@ -30,7 +30,10 @@ static int find_4(const float *w, float *scale, float *bias, uint8_t *codes) {
     return 0;
 }
 
-/* Multiples of a step from -128 to 127, the largest of them having any code from 127 down. */
+static int find_4(const float *w, float *scale, float *bias, uint8_t *codes) { return find_affine(w, 15, scale, bias, codes); }
+
+/* Multiples of a step from -128 to 127, the largest of them having any code from 127 down; else codes from the
+ * least value up, which take more trying. */
 static int find_8(const float *w, float *scale, float *bias, uint8_t *codes) {
     float top = 0;
     for (int i = 0; i < PACK_GROUP; i++) top = fabsf(w[i]) > top ? fabsf(w[i]) : top;
@@ -46,7 +49,7 @@ static int find_8(const float *w, float *scale, float *bias, uint8_t *codes) {
         }
         if (i == PACK_GROUP) return *scale = step, *bias = -128 * step, 1;
     }
-    return 0;
+    return find_affine(w, 255, scale, bias, codes);
 }
 
 static void packing_task(void *job, int64_t block, int worker) {

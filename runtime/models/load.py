@@ -107,7 +107,7 @@ def load(
     (progress or no_progress)("load", 0, 0)
     with mx.stream(mx.cpu if device == "cpu" else mx.gpu):
         model, config = _load_weights(path)
-        dtype = _to_device_dtype(model, device)
+        dtype = _to_device_dtype(model, device, lazy=compact)
         if latent and config.get("model_type") == "deepseek_v2":
             from offbook.runtime.models.deepseek_v2 import to_latent
 
@@ -177,12 +177,15 @@ def _load_weights(path: Path) -> tuple[Any, dict[str, Any]]:
     return model, config
 
 
-def _to_device_dtype(model: Any, device: str) -> str:
-    """Bring all weights to what the device computes fast with; returns that dtype."""
+def _to_device_dtype(model: Any, device: str, *, lazy: bool) -> str:
+    """Bring all weights to what the device computes fast with; returns that dtype.
+
+    ``lazy`` leaves it to whoever uses a weight first.
+    """
     import mlx.core as mx
 
     if device == "cpu":
-        _dequantise(model)
+        _dequantise(model, lazy=lazy)
         model.set_dtype(mx.float32)
         return "float32"
     kinds = {array.dtype for array in _arrays(model.parameters()) if mx.issubdtype(array.dtype, mx.floating)}
@@ -193,7 +196,7 @@ def _to_device_dtype(model: Any, device: str) -> str:
     return "bfloat16" if mx.bfloat16 in kinds else "float16"
 
 
-def _dequantise(model: Any) -> None:
+def _dequantise(model: Any, *, lazy: bool) -> None:
     """Replace every quantised layer by a float32 one, in place."""
     import mlx.core as mx
     import mlx.nn as nn
@@ -220,7 +223,8 @@ def _dequantise(model: Any) -> None:
         layer.weight = weight.astype(mx.float32)
         if "bias" in module:
             layer.bias = module.bias
-        mx.eval(layer.parameters())
+        if not lazy:
+            mx.eval(layer.parameters())
         # One layer at a time: the packed and the plain model never lie in memory together.
         model.update_modules(tree_unflatten([(name, layer)]))
 

@@ -1,7 +1,7 @@
 """Weights in the few bits they have, on the CPU.
 
 A decode step reads every weight once, so its time is the bytes of the weights over the memory's bandwidth.
-Weights that were quantised before they became float32 (those of GGUF files) still have few different
+Weights that were quantised before they became float32 (those of GGUF files, and MLX's) still have few different
 values: ``pack`` finds 4 or 8 bits, a scale and a bias for each group of 32 that give back each float bit for
 bit, and the kernel unpacks them into the processor's cache on its way. Weights of another kind are left as
 they are. Results do not change in either case.

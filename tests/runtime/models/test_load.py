@@ -18,6 +18,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from offbook.bus.errors import ModelError, UnknownModel
+from offbook.runtime.kv import native_library
 from offbook.runtime.models import gguf
 from offbook.runtime.models.load import LoadedModel, context_limit, load
 from offbook.runtime.models.resolve import resolve
@@ -97,8 +98,8 @@ def test_arrays_that_are_no_parameters_are_ready_for_any_thread(folder: Path) ->
     assert np.isfinite(forward(loaded)).all()
 
 
-@pytest.mark.parametrize(("bits", "mode"), [(4, "affine"), (8, "affine"), (4, "mxfp4")])
-def test_quantised_layers_become_float32_on_the_cpu(folder: Path, bits: int, mode: str) -> None:
+def quantise(folder: Path, bits: int, mode: str) -> tuple[Any, dict[str, mx.array]]:
+    """Make the folder's model one that MLX has quantised; the model and its weights."""
     from mlx_lm.utils import load_model
 
     model, config = load_model(folder)
@@ -107,6 +108,15 @@ def test_quantised_layers_become_float32_on_the_cpu(folder: Path, bits: int, mod
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     config["quantization"] = {"group_size": 32, "bits": bits, "mode": mode}
     (folder / "config.json").write_text(json.dumps(config))
+    return model, weights
+
+
+QUANTISED = pytest.mark.parametrize(("bits", "mode"), [(4, "affine"), (8, "affine"), (4, "mxfp4")])
+
+
+@QUANTISED
+def test_quantised_layers_become_float32_on_the_cpu(folder: Path, bits: int, mode: str) -> None:
+    model, weights = quantise(folder, bits, mode)
     loaded = load(str(folder), device="cpu")
     name = "model.layers.1.mlp.up_proj"
     expected = mx.dequantize(
@@ -123,6 +133,23 @@ def test_quantised_layers_become_float32_on_the_cpu(folder: Path, bits: int, mod
     np.testing.assert_allclose(np.array(got), np.array(expected), rtol=1e-6)
     assert not [m for m in loaded.model.modules() if "Quantized" in type(m).__name__]
     np.testing.assert_allclose(forward(loaded), np.array(model(IDS)), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.skipif(not native_library.available(), reason="packing is the native kernel's")
+@QUANTISED
+def test_loaded_compactly_a_quantised_model_has_no_floats_and_the_same_logits(
+    folder: Path, bits: int, mode: str
+) -> None:
+    model, _ = quantise(folder, bits, mode)
+    # As published models have them: 16-bit factors.
+    model.set_dtype(mx.float16)
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    plain, compact = load(str(folder), device="cpu"), load(str(folder), device="cpu", compact=True)
+    assert compact.model.layers[1].mlp.up_proj.get("weight") is None
+    assert compact.weights_bytes < plain.weights_bytes / 2
+    np.testing.assert_allclose(forward(compact), forward(plain), rtol=1e-4, atol=1e-4)
+    many = mx.array(np.random.default_rng(0).integers(0, 90, (1, 200)))
+    assert np.array_equal(np.array(compact.model(many)), np.array(plain.model(many)))
 
 
 def test_a_base_model_is_given_a_plain_template_with_one_bos(tiny_gguf: Make, tmp_path: Path) -> None:

@@ -71,6 +71,17 @@ def test_products_have_the_bits_of_float_weights(
         assert np.array_equal(np.asarray(small(x)), np.asarray(plain(x))), rows
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize(("bits", "packed_bits"), [(3, 4), (4, 4), (6, 8), (8, 8)])
+def test_what_mlx_has_quantised_is_packed(dtype: mx.Dtype, bits: int, packed_bits: int) -> None:
+    weight = (0.05 * mx.random.normal((96, 256))).astype(dtype)
+    codes, scales, biases = mx.quantize(weight, group_size=64, bits=bits)
+    factors = (scales.astype(mx.float32), biases.astype(mx.float32))
+    form = packed.pack(mx.dequantize(codes, *factors, group_size=64, bits=bits))
+    assert form is not None
+    assert form.bits == packed_bits
+
+
 def test_groups_that_use_few_codes(instruction_set: str) -> None:
     """One value, two values, zeros, and values that begin above the least code."""
     weights = quantised("Q4_1", 8, 128)
