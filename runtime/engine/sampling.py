@@ -81,7 +81,10 @@ class Sampler:
         seen = np.unique(np.asarray(recent, np.uint32))
         chosen = logits[seen]
         logits = logits.copy()  # the caller's array is not ours to change
-        logits[seen] = np.where(chosen > 0, chosen / p.repetition_penalty, chosen * p.repetition_penalty)
+        wide = chosen.astype(np.float64)  # the smallest penalties are no float32, nor is what they make
+        with np.errstate(over="ignore"):
+            wide = np.where(wide > 0, wide / p.repetition_penalty, wide * p.repetition_penalty)
+        logits[seen] = np.minimum(wide, np.finfo(np.float32).max)
         return logits
 
     def draw(self, logits: Logits, history: Sequence[int]) -> int:
@@ -90,8 +93,10 @@ class Sampler:
         logits = self.penalised(logits, history)
         if p.temperature == 0:
             return int(logits.argmax())
-        with np.errstate(over="ignore"):  # at a very low temperature all but the likeliest are infinitely far
-            logits = filtered((logits - logits.max()) / np.float32(p.temperature), p)
+        # At a very low temperature all but the likeliest are infinitely far. The lowest are no float32.
+        with np.errstate(over="ignore"):
+            scaled = (logits - logits.max()).astype(np.float64) / p.temperature
+            logits = filtered(scaled.astype(np.float32), p)
         weights = np.exp(logits)
         mass = np.cumsum(weights, dtype=np.float64)
         if self._random is None:

@@ -56,11 +56,29 @@ def test_every_seed_that_is_allowed_can_be_drawn_from(seed: int) -> None:
     assert draws[0] == draws[1]
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 100.0])
-def test_the_extremes_of_temperature_draw_a_token(temperature: float) -> None:
-    params = SamplingParams(temperature=temperature, seed=1)
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.1}])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-46, 1e-30])
+def test_the_lowest_temperatures_draw_the_likeliest_token(
+    temperature: float, filters: dict[str, Any]
+) -> None:
+    """Also those that are zero in float32, and with tokens that a typed reply does not allow."""
+    params = SamplingParams(temperature=temperature, seed=1, **filters)
+    validate(params)
+    assert Sampler(params).draw(np.array([1.0, 9.0, -np.inf, 2.0], np.float32), []) == 1
+
+
+def test_the_highest_temperature_draws_a_token() -> None:
+    params = SamplingParams(temperature=100.0, seed=1)
     validate(params)
     assert 0 <= Sampler(params).draw(np.array([1.0, 9.0, 2.0], np.float32), []) < 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-46, 1.0])
+@pytest.mark.parametrize("penalty", [5e-324, 1e-46, 1e-30])
+def test_the_smallest_penalty_makes_a_seen_token_certain(penalty: float, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, top_p=0.9, repetition_penalty=penalty, seed=1)
+    validate(params)
+    assert Sampler(params).draw(np.array([1.0, 9.0, 2.0], np.float32), [2]) == 2
 
 
 def kept(logits: Logits) -> list[int]:
