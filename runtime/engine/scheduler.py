@@ -24,20 +24,20 @@ MAX_ROWS = 32
 """Jobs between admission and end at one time."""
 
 SHORT_PREFILL = 96
-"""Prompts up to this many remaining tokens are prefilled several agents at a time."""
+"""Prompts up to this many remaining tokens are read whole, several agents at a time."""
 
 MAX_PREFILL_ROWS = 8
 
-GAP_SECONDS = 0.25
-"""While rows decode, a prefill chunk is sized to take about this long: the bound on their gap."""
-
 MIN_CHUNK = 32
+
+CHUNK_WORK = {"cpu": 64e9, "gpu": 2048e9}
+"""Weights times tokens of a chunk: about a quarter of a second's work (two x86-64 cores; an M-series GPU). Rows
+that decode never wait longer for their next token than for one chunk, or for as many tokens of short prompts."""
+
+LARGEST_CHUNK = {"cpu": 128, "gpu": MAX_CHUNK}
 
 DECODE_SHARE = 1.35
 """Seconds that rows decode for each second of a long prompt's chunk: they keep over half their rate."""
-
-MIN_BESIDE = 8
-"""Tokens of a long prompt that are read beside a decode step at least."""
 
 MAX_PASSED = 4
 """Lots of short prompts that are read before a long one that waits, whatever the rows are owed."""
@@ -47,19 +47,35 @@ LOAD_WAIT_SECONDS = 0.012
 end, so that a short turn does not wait for the step instead."""
 
 
-class Scheduler:
-    """Queues and phases of all jobs."""
+def chunk_tokens(weights: float, device: str) -> int:
+    """Tokens of a long prompt that are read at once, from how many weights a token is multiplied with.
 
-    def __init__(self, supervisor: Supervisor, memory: KVMemory) -> None:
+    It depends on the model and the device alone and not on what was measured: where a prompt is cut decides
+    which of its tokens are at 4 bits when later ones attend to them, so a cut that followed the neighbours
+    would change what an agent says.
+    """
+    fits = int(CHUNK_WORK[device] / max(1.0, weights)) // MIN_CHUNK * MIN_CHUNK
+    return max(MIN_CHUNK, min(LARGEST_CHUNK[device], fits))
+
+
+class Scheduler:
+    """Queues and phases of all jobs.
+
+    Args:
+        chunk: tokens of a long prompt that are read at once (``chunk_tokens``).
+    """
+
+    def __init__(
+        self, supervisor: Supervisor, memory: KVMemory, chunk: int = LARGEST_CHUNK["cpu"]
+    ) -> None:
+        self.chunk = chunk
         self.supervisor, self.memory = supervisor, memory
         self.queue: list[Job] = []
         self.running: list[Job] = []
-        self.prefill_rate = 200.0
-        """Tokens a second of recent chunks; a cautious start, corrected by every chunk."""
-        self.beside_rate = 300.0
-        """Tokens a second of what was read beside decode steps, the steps' own time not counted."""
-        self._alone: dict[int, float] = {}
-        """Seconds of recent decode steps of so many rows with nothing beside them."""
+        self.prefill_rate = 0.0
+        """Tokens a second of recent chunks."""
+        self._alone = 0.0
+        """Seconds of recent decode steps with nothing beside them."""
         self._debt = 0.0
         self._short_last = False
         self._passed = 0
@@ -117,7 +133,9 @@ class Scheduler:
             ):
                 job.waits_for = "an earlier turn of this agent"
                 continue
-            if job.key in self.memory.loading:
+            ahead = self.memory.loading.get(job.key)
+            if ahead is not None and not ahead.serves(job.ids):
+                self.memory.promote(job.key)
                 job.waits_for = "its memory is loading"
                 continue
             if any(self.memory.being_saved((agent, job.key[1])) for agent in (job.key[0], job.origin)):
@@ -126,7 +144,7 @@ class Scheduler:
             if blocked:
                 job.waits_for = "an earlier turn that needs memory"
                 continue
-            plan = self.memory.plan(job.key, job.ids, job.origin)
+            plan = ahead.plan if ahead is not None else self.memory.plan(job.key, job.ids, job.origin)
             held = self.memory.hold(plan)
             evicted = self._room(job, plan, held)
             if evicted is None and plan.origin is not None:
@@ -158,7 +176,9 @@ class Scheduler:
         """Make room for a job. Blocks it will share (``held``) are there already."""
         table = self.memory.tables.get(job.key)
         keep = {job.key}
-        if plan.source == "hot" and table is not None:
+        if job.key in self.memory.loading and table is not None:
+            need = table.missing(job.limit)  # a load ahead of the turn has taken its slots
+        elif plan.source == "hot" and table is not None:
             # What a truncation gives back is not counted: the estimate errs to the safe side.
             need = table.missing(job.limit)
             copies = table.copies(plan.tokens, self.supervisor.pool)
@@ -198,39 +218,44 @@ class Scheduler:
     def decoding(self) -> list[Job]:
         return [job for job in self.running if job.phase is Phase.DECODE]
 
-    def prefill(self, *, workspace: int, score_bytes: int, beside: int = 0) -> list[tuple[Job, int]]:
+    def prefill(self, *, workspace: int, score_bytes: int, room: int = 0) -> list[tuple[Job, int]]:
         """The jobs of the next chunk and how many tokens of each; empty if the decoding rows have the turn.
 
-        Short prompts go first, several at a time, since they cost rows little and are soon answered; but
-        never twice in a row past a long one. A long one's chunks are paced: rows decode for longer than a
-        chunk took before the next one, so that they keep at least half their rate.
+        Short prompts go first, whole and several at a time, since they cost rows little and are soon
+        answered. A long one's chunks are paced: rows decode for longer than a chunk took before the next
+        one, so that they keep at least half their rate; but it is not passed without end.
 
         Args:
             workspace: bytes a step may use for temporaries.
             score_bytes: bytes of attention temporaries per (new token, context token) pair.
-            beside: tokens that may be read in the same forward as the rows' next ones; 0 if none may.
+            room: tokens that are read in one lot at most.
         """
         waiting = sorted((j for j in self.running if j.phase is Phase.PREFILL), key=lambda job: job.order)
-        rows = len(self.decoding())
-        limit = beside or self._chunk_limit(rows > 0)
-        short = [job for job in waiting if len(job.remaining) <= min(SHORT_PREFILL, limit)]
+        rows_decode = any(job.phase is Phase.DECODE for job in self.running)
+        short = [job for job in waiting if len(job.remaining) <= SHORT_PREFILL]
         long = next((job for job in waiting if job not in short), None)
-        may_be_long = long is not None and (not rows or self._debt <= 0 or self._passed >= MAX_PASSED)
-        if beside and rows not in self._alone:
-            may_be_long = False  # until it is known how long these rows take by themselves
+        owed = rows_decode and self._debt > 0 and self._passed < MAX_PASSED
+        may_be_long = long is not None and not owed
         if short and not (may_be_long and self._short_last):
             self._short_last = True
             self._passed += long is not None
-            return self._together(short, limit, workspace, score_bytes)
+            return self._together(short, room or self.chunk, workspace, score_bytes)
         self._short_last = False
         if long is None or not may_be_long:
             return []
         self._passed = 0
-        if beside:
-            share = self._alone[rows] / DECODE_SHARE
-            return [(long, min(len(long.remaining), limit, max(MIN_BESIDE, int(share * self.beside_rate))))]
-        fits = max(MIN_CHUNK, int(workspace / max(1, score_bytes * len(long.ids))))
-        return [(long, min(len(long.remaining), limit, fits))]
+        return [(long, self.piece(long, workspace=workspace, score_bytes=score_bytes))]
+
+    def piece(self, job: Job, *, workspace: int, score_bytes: int) -> int:
+        """How many of a job's tokens are read next: to the next multiple of the chunk, or a short rest whole.
+
+        A function of the job's own length and place, so that its memory has the same bits whoever is near.
+        """
+        left = len(job.remaining)
+        if left <= SHORT_PREFILL:
+            return left
+        fits = max(MIN_CHUNK, int(workspace / max(1, score_bytes * len(job.ids))))
+        return min(left, self.chunk - (len(job.ids) - left) % self.chunk, fits)
 
     def _together(
         self, short: list[Job], limit: int, workspace: int, score_bytes: int
@@ -246,31 +271,22 @@ class Scheduler:
             batch.append((job, len(job.remaining)))
         return batch
 
-    def _chunk_limit(self, rows_decode: bool) -> int:
-        if not rows_decode:
-            return MAX_CHUNK
-        wanted = int(self.prefill_rate * GAP_SECONDS)
-        return max(MIN_CHUNK, min(MAX_CHUNK, wanted // MIN_CHUNK * MIN_CHUNK))
-
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Learn how fast chunks are, so that the next one fits the gap; rows are owed their time."""
-        if tokens >= MIN_CHUNK // 2 and seconds > 0:
-            self.prefill_rate += 0.3 * (tokens / seconds - self.prefill_rate)
+        """Rows are owed the time of a chunk."""
+        if tokens >= MIN_CHUNK and seconds > 0:
+            self.prefill_rate += (0.3 if self.prefill_rate else 1.0) * (tokens / seconds - self.prefill_rate)
         if self.decoding():
             self._debt += DECODE_SHARE * seconds
 
-    def observe_decode(self, rows: int, seconds: float) -> None:
+    def observe_decode(self, seconds: float) -> None:
         """Rows had this much time."""
-        self._alone[rows] = seconds + 0.7 * (self._alone.get(rows, seconds) - seconds)
+        self._alone += (0.3 if self._alone else 1.0) * (seconds - self._alone)
         self._debt = max(0.0, self._debt - seconds)
 
-    def observe_both(self, rows: int, tokens: int, seconds: float) -> None:
+    def observe_both(self, seconds: float) -> None:
         """Rows had a step, and what was read beside it took the rest of the time."""
-        alone = min(seconds, self._alone.get(rows, seconds))
-        rest = seconds - alone
-        if rest > 0:
-            self.beside_rate += 0.2 * (min(tokens / rest, 1e4) - self.beside_rate)
-        self._debt = max(0.0, self._debt + DECODE_SHARE * rest - alone)
+        alone = min(seconds, self._alone or seconds)
+        self._debt = max(0.0, self._debt + DECODE_SHARE * (seconds - alone) - alone)
 
     def expecting(self) -> bool:
         """Whether a load is under way whose turn could begin at once: worth a moment's wait."""

@@ -110,7 +110,12 @@ class Steps:
             # It was on disk when its message came; the prefetch was done before the turn asked.
             job.source, table.restored = "warm", False
         job.reused = plan.tokens
-        started = self.memory.start(job.key, plan)
+        if (ahead := self.memory.loading.get(job.key)) is not None:
+            # Its memory is on the way since its message came; now somebody waits for it.
+            self.memory.promote(job.key)
+            started: AgentTable | Loading = ahead
+        else:
+            started = self.memory.start(job.key, plan)
         if isinstance(started, Loading):
             job.phase, job.table = Phase.LOADING, started.table
         else:
@@ -123,9 +128,10 @@ class Steps:
 
     def finish_load(self, loading: Loading) -> None:
         now = time.monotonic()
-        self.metrics.observe("load_ms", (now - loading.started) * 1e3)
-        if self.trace is not None:
-            self.trace.load(loading.key[0], loading.started, now, tokens=loading.plan.tokens)
+        if not loading.cancelled:
+            self.metrics.observe("load_ms", (now - loading.started) * 1e3)
+            if self.trace is not None:
+                self.trace.load(loading.key[0], loading.started, now, tokens=loading.plan.tokens)
         job = next((j for j in self.scheduler.running if j.table is loading.table), None)
         ids = job.ids if job is not None else loading.ids
         try:
@@ -167,7 +173,7 @@ class Steps:
         started = time.monotonic()
         logits = self.batch.decode(tables, tokens)
         ended = time.monotonic()
-        self.scheduler.observe_decode(len(rows), ended - started)
+        self.scheduler.observe_decode(ended - started)
         self.metrics.observe("decode_step_ms", (ended - started) * 1e3)
         self._have_spoken(rows, logits)
         self._trace(f"decode {len(rows)}", started, rows)
@@ -180,7 +186,7 @@ class Steps:
         started = time.monotonic()
         spoken, read = self.batch.both(tables, tokens, joining, pieces, logits=wanted)
         ended, count = time.monotonic(), sum(map(len, pieces))
-        self.scheduler.observe_both(len(rows), count, ended - started)
+        self.scheduler.observe_both(ended - started)
         self.metrics.observe("decode_step_ms", (ended - started) * 1e3)
         self._have_spoken(rows, spoken)
         self._have_read(chunk, last, read)

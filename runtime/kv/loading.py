@@ -32,11 +32,19 @@ _COUNT_LOCK = threading.Lock()
 
 @dataclass
 class Loading:
-    """Loads under way for one table."""
+    """Loads under way for one table.
+
+    Attributes:
+        priority: of its reads in the store; 0 once a turn waits for them.
+        cancelled: nobody wants it any more. It ends when what is being read has been read.
+    """
 
     key: Key
     table: AgentTable
     plan: Plan
+    priority: int = 0
+    cancelled: bool = False
+    reads: list[Future[Any]] = field(default_factory=list)
     waiting: int = 0
     failed: str | None = None
     unreadable: list[Any] = field(default_factory=list)
@@ -44,6 +52,11 @@ class Loading:
     tail: Tail | None = None
     ids: Ids = field(default_factory=lambda: np.zeros(0, np.uint32))
     started: float = field(default_factory=time.monotonic)
+
+    def serves(self, ids: Ids) -> bool:
+        """Whether a turn that asks for ``ids`` can have what this load, begun ahead of it, brings."""
+        known, tokens = self.ids, self.plan.tokens
+        return not self.cancelled and tokens < len(ids) and np.array_equal(known[:tokens], ids[:tokens])
 
 
 class Loader:
@@ -72,7 +85,7 @@ class Loader:
             self._clone(plan.origin, table)
         if plan.source != "warm":
             return table
-        loading = Loading(key, table, plan)
+        loading = Loading(key, table, plan, priority)
         self._kv.loading[key] = loading
         try:
             jobs = self._destinations(loading, priority)
@@ -86,6 +99,7 @@ class Loader:
             except Exception as error:
                 future = Future()
                 future.set_result(Failed(repr(error)))
+            loading.reads.append(future)
             future.add_done_callback(partial(self._one_loaded, loading, what))
         self._one_loaded(loading, None, None)
         return loading
@@ -189,7 +203,7 @@ class Loader:
                 loading.unreadable.append((plan.tail, table.salt, plan.tokens))
         if loading.failed is not None:
             self._kv.unreadable.update(loading.unreadable)
-            self._kv.count("load_failures")
+            self._kv.count("cancelled_loads" if loading.cancelled else "load_failures")
             self._kv.drop(loading.key)
             return None
         for index, slot, tensors in loading.staged:
@@ -206,9 +220,22 @@ class Loader:
         return table
 
     def cancel(self, key: Key) -> None:
-        """Let a load come to nothing. Its slots are given back by ``finish``, when nothing writes them."""
-        if key in self._kv.loading:
-            self._kv.loading[key].failed = "cancelled"
+        """Let a load come to nothing: what is not being read yet never will be.
+
+        Its slots are given back by ``finish``, when nothing writes them.
+        """
+        loading = self._kv.loading.get(key)
+        if loading is not None and not loading.cancelled:
+            loading.failed, loading.cancelled = "cancelled", True
+            for read in loading.reads:
+                read.cancel()
+
+    def promote(self, key: Key) -> None:
+        """A turn waits for a load that was begun ahead of it: read it before what nobody waits for."""
+        loading = self._kv.loading.get(key)
+        if loading is not None and loading.priority > 0 and self._kv.store is not None:
+            loading.priority = 0
+            self._kv.store.promote(loading.reads, 0)
 
     def _restore_tail(self, table: AgentTable, tail: Tail) -> str | None:
         """Put a saved tail into the table's slots and pages. A reason if it does not fit."""

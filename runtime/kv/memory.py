@@ -75,6 +75,10 @@ class KVMemory(Resident):
         """Let a load come to nothing. Its slots are given back by ``finish``, when nothing writes them."""
         self.loader.cancel(key)
 
+    def promote(self, key: Key) -> None:
+        """A turn waits for a load that was begun ahead of it; see :meth:`Loader.promote`."""
+        self.loader.promote(key)
+
     def discard(self, loading: Loading) -> None:
         """Give up a load of which nothing is under way."""
         self.loader.discard(loading)

@@ -7,7 +7,7 @@ a full block: is it on disk, and which slot is its one copy. What is done with t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -50,6 +50,7 @@ class Store(Protocol):
     def load_tail(
         self, agent: str, salt: str = "", *, at: int | None = None, priority: int = 0
     ) -> Future[Any]: ...
+    def promote(self, futures: Iterable[Future[Any]], priority: int) -> None: ...
     def tails(self, agent: str, salt: str = "") -> Sequence[TailInfo]: ...
     def touch(self, agent: str, salt: str = "") -> None: ...
 

@@ -101,11 +101,11 @@ class Loader:
                         return
                     self._wake.wait()
                 load = heapq.heappop(self._heap)[2]
-                if load.started:
-                    continue
-                load.started = True
-                self._waiting.pop(load.future, None)
-            if not load.future.set_running_or_notify_cancel():
+                begun, load.started = load.started, True
+                if not begun:
+                    self._waiting.pop(load.future, None)
+            if begun or not load.future.set_running_or_notify_cancel():
+                del load
                 continue
             try:
                 result = load.work(scratch)

@@ -36,6 +36,7 @@ def test_a_turn_cancelled_while_it_loads_gives_its_slots_back(
     def slow(*args: Any, **kwargs: Any) -> Any:
         done = load(*args, **kwargs)
         later = type(done)()
+        later.set_running_or_notify_cancel()  # it is being read: too late to cancel it
         pending.append((done, later))
         return later
 
@@ -47,6 +48,7 @@ def test_a_turn_cancelled_while_it_loads_gives_its_slots_back(
     with pytest.raises(Cancelled):
         turn.wait()
     assert idle(one)
+    assert one.used() != (0, 0)
     done, later = pending[0]
     later.set_result(done.result(30))
     one.call(lambda: None)
