@@ -32,8 +32,11 @@ MIN_WORKSPACE = 96 * MIB
 TYPICAL_CONTEXT = 2048
 """Tokens of a typical agent: fixes how the pool divides between blocks and pages of hot tails."""
 
-MAX_CHUNK = 512
+MAX_CHUNK = 256
 """Tokens of a prefill chunk at most."""
+
+MAX_DECISIONS = 100
+"""Decisions that are remembered."""
 
 WAITING_SECONDS = 30.0
 """How long an announced message (``Prefetch``) protects an agent from eviction."""
@@ -164,11 +167,13 @@ class Supervisor:
         keep: Collection[Key],
         *,
         gentle: bool = False,
+        whom: str = "",
     ) -> int | None:
         """Evict idle agents until ``need`` fits beside what running jobs were promised.
 
         Args:
             keep: agents that must stay. gentle: also spare agents whose message waits (for prefetch).
+            whom: for whom room is made, to explain it.
 
         Returns:
             How many were evicted, or None if it cannot fit now (nothing is evicted in vain).
@@ -190,11 +195,19 @@ class Supervisor:
         chosen = self._enough(memory, victims, blocks, pages)
         if chosen is None:
             return None
+        takes = f"{'+'.join(map(str, need[0])) or 0} blocks, {need[1]} pages"
         for key in chosen:
-            age = now - self._idle(key).used
-            self._explain(f"evicted {key[0]}: idle for {age:.1f} s, room for {blocks} blocks")
-            memory.evict(key)
+            self.evict(memory, key, f"room for {whom or 'others'} ({takes})")
         return len(chosen)
+
+    def evict(self, memory: KVMemory, key: Key, why: str) -> None:
+        """Evict an agent, and say why."""
+        idle = self._idle(key)
+        pinned = ", pinned" if idle.pinned else ""
+        age = time.monotonic() - idle.used
+        self.decisions.append(f"evicted {key[0]}: {why}; it was idle for {age:.1f} s{pinned}")
+        del self.decisions[:-MAX_DECISIONS]
+        memory.evict(key)
 
     def _enough(
         self, memory: KVMemory, victims: Sequence[Key], blocks: Sequence[int], pages: int
@@ -245,7 +258,3 @@ class Supervisor:
 
     def forget(self, key: Key) -> None:
         self.idle.pop(key, None)
-
-    def _explain(self, what: str) -> None:
-        self.decisions.append(what)
-        del self.decisions[:-100]

@@ -96,7 +96,7 @@ class Batch:
         step = self._step(tables, [1] * len(tables))
         column = np.array(tokens, np.uint32)[:, None]
         out: mx.array | None
-        if (decoder := self._decoder(len(tables))) is not None:
+        if (decoder := self._decoder(0)) is not None:  # however many: a row has the bits that it has alone
             out = decoder.forward([(step, column)], logits=len(tables))
         else:
             out = self._forward(mx.array(column), step, [1] * len(tables))
@@ -105,9 +105,13 @@ class Batch:
         step.commit()
         return out
 
-    def room(self, rows: int) -> int:
-        """Tokens that may be prefilled in the same forward as a decode step of so many rows."""
-        return self.decoder.limit - rows if self._decoder(rows) is not None and self.decoder else 0
+    def room(self, rows: int) -> int | None:
+        """Tokens that may be prefilled in the forward of a decode step of so many rows; None: never any.
+
+        What is more is another path's, whose results differ in the last bits: a lot of short prompts must not
+        get there for being many.
+        """
+        return None if self._decoder(0) is None or self.decoder is None else max(0, self.decoder.limit - rows)
 
     def both(
         self,
@@ -124,7 +128,7 @@ class Batch:
 
         There must be ``room`` for the chunks.
         """
-        decoder = self._decoder(len(tables) + sum(map(len, chunks)))
+        decoder = self._decoder(sum(map(len, chunks)))
         assert decoder is not None
         decode = self._step(tables, [1] * len(tables))
         prefill = self._step(joining, [len(chunk) for chunk in chunks])
@@ -140,7 +144,7 @@ class Batch:
         return Step(self.arrays, self.pool, tables, counts, native=self.native)
 
     def _decoder(self, tokens: int) -> Decoder | None:
-        """The kernel's forward, if a step of so many tokens is one for it."""
+        """The kernel's forward, if reading so many tokens is for it."""
         decoder = self.decoder
         return decoder if decoder is not None and tokens <= decoder.limit and decoder.current() else None
 

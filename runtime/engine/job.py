@@ -18,6 +18,9 @@ from ..kv.table import AgentTable, Ids
 from .sampling import Sampler
 from .text import TextStream
 
+AGING_SECONDS = 10.0
+"""A job that has waited this long counts as one level of priority higher, and so on: nobody starves."""
+
 
 class Phase(enum.Enum):
     """Where a job is. Its agent's table is bound to it from ``LOADING`` on."""
@@ -84,8 +87,9 @@ class Job:
 
     @property
     def order(self) -> tuple[int, float, float]:
-        """Who goes first: priority, then the earlier deadline, then who came first."""
-        return (-self.priority, self.deadline, self.arrived)
+        """Who goes first: by priority and how long it has waited, then what is due sooner, then who came."""
+        aged = self.priority + int((time.monotonic() - self.arrived) / AGING_SECONDS)
+        return (-aged, self.deadline, self.arrived)
 
     @property
     def remaining(self) -> Ids:

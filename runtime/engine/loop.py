@@ -38,7 +38,7 @@ from ..supervisor import MIB, Supervisor, pool_sizes, workspace_bytes
 from .batch import Batch
 from .job import Job, Phase
 from .reports import engine_stats
-from .scheduler import Scheduler
+from .scheduler import Scheduler, chunk_tokens
 from .steps import Steps
 
 log = logging.getLogger("offbook.engine")
@@ -191,6 +191,7 @@ class EngineLoop:
         self.spec = derive(self.model)
         native = self.host and self._native is not None
         self.decoder = decoder.find(self.model, self.spec) if native else None
+        self._chunk = chunk_tokens(packed.weight_count(self.model), "cpu" if self.host else "gpu")
         self.scheme = self._scheme(self.loaded, self.spec) if callable(self._scheme) else self._scheme
         self.fingerprint: str = self.loaded.fingerprint_for(self.scheme.describe() + self.spec.describe())
         self.weights_bytes = packed.weights_bytes(self.model)
@@ -232,7 +233,7 @@ class EngineLoop:
         self.memory.saved = self._saved
         self.supervisor = Supervisor(self.spec, self.scheme, self.pool)
         self.longest = self.supervisor.longest()
-        self.scheduler = Scheduler(self.supervisor, self.memory)
+        self.scheduler = Scheduler(self.supervisor, self.memory, self._chunk)
         self.steps = Steps(
             self.loaded,
             self.batch,
@@ -258,10 +259,10 @@ class EngineLoop:
         """With nothing running: save everything, give the pool back, build it at the new size."""
         budget, done = self._resizes.pop(0)
         for key in list(self.memory.tables):
-            self.memory.evict(key)
+            self.supervisor.evict(self.memory, key, f"a memory budget of {budget / MIB:.0f} MiB was asked for")
         if self.store is not None:
             self.store.flush()  # the next turns look for what was evicted
-        queued, idle = self.scheduler.queue, self.supervisor.idle
+        queued, idle, decisions = self.scheduler.queue, self.supervisor.idle, self.supervisor.decisions
         # The old arrays must be gone before the new ones are allocated: the budget holds in between.
         del self.arrays, self.batch, self.memory, self.scheduler, self.supervisor, self.pool, self.steps
         gc.collect()
@@ -280,21 +281,24 @@ class EngineLoop:
             mx.reset_peak_memory()
             self.peak_bytes = 0
             done.set_result(None)
-        self.scheduler.queue, self.supervisor.idle = [], idle
+        self.supervisor.idle, self.supervisor.decisions = idle, decisions
         for job in queued:
             self.submit(job)
 
     def _turn(self) -> None:
         """One turn of the loop."""
-        self._drain(block=self.scheduler.idle or self._only_loading())
+        self._drain(block=self._nothing_to_do())
         if self._stopping.is_set():
             return
         self.step_started = time.monotonic()
         self._expire()
-        if self._resizes and not self.scheduler.running and not self.memory.loading:
+        if self._may_resize():
             self._resize_now()
-        for job, plan in self.scheduler.admit() if not self._resizes else ():
-            self.steps.guard([job], partial(self.steps.begin, job, plan))
+        if self._resizes:
+            self.scheduler.hold_back("a change of the memory budget")
+        else:
+            for job, plan in self.scheduler.admit():
+                self.steps.guard([job], partial(self.steps.begin, job, plan))
         self._await_loads()
         self._step()
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
@@ -304,11 +308,11 @@ class EngineLoop:
     def _step(self) -> None:
         """Prefill and decode: in one forward where that is possible."""
         rows = self.scheduler.decoding()
-        room = self.batch.room(len(rows)) if rows else 0
+        room = self.batch.room(len(rows))
         chunk = self.scheduler.prefill(
-            workspace=self.workspace // 2, score_bytes=self._score_bytes, beside=room
+            workspace=self.workspace // 2, score_bytes=self._score_bytes, room=room
         )
-        if chunk and rows and sum(count for _, count in chunk) <= room:
+        if chunk and rows and room is not None and sum(count for _, count in chunk) <= room:
             jobs = [*rows, *(job for job, _ in chunk)]
             self.steps.guard(jobs, lambda: self.steps.both(rows, chunk))
             return
@@ -334,10 +338,13 @@ class EngineLoop:
         # Scores, masked scores and probabilities in float32, for the heads of one layer.
         return 12 * max((layer.heads for layer in self.spec.attention_layers), default=1) * 4
 
-    def _only_loading(self) -> bool:
-        return all(job.phase is Phase.LOADING for job in self.scheduler.running) and not any(
-            not job.waits_for for job in self.scheduler.queue
-        )
+    def _may_resize(self) -> bool:
+        return bool(self._resizes) and not self.scheduler.running and not self.memory.loading
+
+    def _nothing_to_do(self) -> bool:
+        """Whether all wait for something that will be posted: a load, a save, a request."""
+        waiting = all(job.phase is Phase.LOADING for job in self.scheduler.running)
+        return waiting and not self.scheduler.changed and not self._may_resize()
 
     def _drain(self, *, block: bool) -> None:
         try:

@@ -31,8 +31,9 @@ MAX_PREFILL_ROWS = 8
 MIN_CHUNK = 32
 
 CHUNK_WORK = {"cpu": 64e9, "gpu": 2048e9}
-"""Weights times tokens of a chunk: about a quarter of a second's work (two x86-64 cores; an M-series GPU). Rows
-that decode never wait longer for their next token than for one chunk, or for as many tokens of short prompts."""
+"""Weights times tokens of a chunk: about a quarter of a second's work (two x86-64 cores; an M-series GPU).
+Rows that decode never wait longer for their next token than one chunk takes, or as many tokens of short
+prompts."""
 
 LARGEST_CHUNK = {"cpu": 128, "gpu": MAX_CHUNK}
 
@@ -65,13 +66,13 @@ class Scheduler:
         chunk: tokens of a long prompt that are read at once (``chunk_tokens``).
     """
 
-    def __init__(
-        self, supervisor: Supervisor, memory: KVMemory, chunk: int = LARGEST_CHUNK["cpu"]
-    ) -> None:
+    def __init__(self, supervisor: Supervisor, memory: KVMemory, chunk: int = LARGEST_CHUNK["cpu"]) -> None:
         self.chunk = chunk
         self.supervisor, self.memory = supervisor, memory
         self.queue: list[Job] = []
         self.running: list[Job] = []
+        self.changed = False
+        """Whether something has changed that queued jobs may have waited for."""
         self.prefill_rate = 0.0
         """Tokens a second of recent chunks."""
         self._alone = 0.0
@@ -92,6 +93,7 @@ class Scheduler:
         if len(self.queue) >= MAX_QUEUE:
             raise EngineBusy(f"{len(self.queue)} turns wait already; try again later")
         self.queue.append(job)
+        self.look_again()
 
     def finish(self, job: Job) -> None:
         """The job is over; its agent stays in memory, idle."""
@@ -105,9 +107,17 @@ class Scheduler:
         self.look_again()
 
     def look_again(self) -> None:
-        """Something has changed that queued jobs may have waited for."""
+        """Something has changed that queued jobs may have waited for: try them at the next admission.
+
+        Until then each keeps the reason it has waited for.
+        """
+        self.changed = True
+
+    def hold_back(self, reason: str) -> None:
+        """Nobody is admitted now."""
+        self.changed = False
         for job in self.queue:
-            job.waits_for = ""
+            job.waits_for = reason
 
     def active(self, key: Key) -> bool:
         return any(job.key == key for job in self.running)
@@ -124,10 +134,11 @@ class Scheduler:
         An agent's jobs are served one after the other, as they came. A job that does not fit waits, and so
         does all behind it that would take memory, so that a large one does not starve.
         """
-        blocked = False
+        blocked = self.changed = False
         for job in sorted(self.queue, key=lambda job: job.order):
             if len(self.running) >= MAX_ROWS:
-                break
+                job.waits_for = f"one of {MAX_ROWS} turns to end: no more run at one time"
+                continue
             if self.active(job.key) or any(
                 other.key == job.key and other.arrived < job.arrived for other in self.queue
             ):
@@ -184,21 +195,22 @@ class Scheduler:
             copies = table.copies(plan.tokens, self.supervisor.pool)
             if any(copies):
                 need = [a + b for a, b in zip(need[0], copies, strict=True)], need[1]
-                evicted = self.supervisor.make_room(self.memory, self.running, need, keep)
+                evicted = self.supervisor.make_room(self.memory, self.running, need, keep, whom=job.key[0])
                 if evicted is None:
-                    # Cut back into a block that others hold, and no room for a copy: begin anew.
-                    self.memory.evict(job.key)
+                    why = "cut back into a block that others hold, and no room for a copy: it begins anew"
+                    self.supervisor.evict(self.memory, job.key, why)
                 return evicted
         else:
             if table is not None:
-                # Its content is of no use to this request; what was worth saving is on disk.
-                self.memory.evict(job.key)
+                # What was worth saving is on disk.
+                why = "its next turn has a history of which little or nothing was in memory"
+                self.supervisor.evict(self.memory, job.key, why)
             blocks, pages = self.supervisor.need(job.key, job.limit)
             shared = Counter(group for group, _ in held)
             need = [max(0, block - shared[group]) for group, block in enumerate(blocks)], pages
             if plan.origin is not None:
                 keep.add((plan.origin.agent, plan.origin.salt))
-        return self.supervisor.make_room(self.memory, self.running, need, keep)
+        return self.supervisor.make_room(self.memory, self.running, need, keep, whom=job.key[0])
 
     def prefetch(self, key: Key, plan: Plan, tokens: int) -> Loading | None:
         """Start loading an agent ahead of its turn, if that disturbs nobody who is about to speak."""
@@ -218,7 +230,7 @@ class Scheduler:
     def decoding(self) -> list[Job]:
         return [job for job in self.running if job.phase is Phase.DECODE]
 
-    def prefill(self, *, workspace: int, score_bytes: int, room: int = 0) -> list[tuple[Job, int]]:
+    def prefill(self, *, workspace: int, score_bytes: int, room: int | None = None) -> list[tuple[Job, int]]:
         """The jobs of the next chunk and how many tokens of each; empty if the decoding rows have the turn.
 
         Short prompts go first, whole and several at a time, since they cost rows little and are soon
@@ -228,7 +240,7 @@ class Scheduler:
         Args:
             workspace: bytes a step may use for temporaries.
             score_bytes: bytes of attention temporaries per (new token, context token) pair.
-            room: tokens that are read in one lot at most.
+            room: tokens of short prompts that are read in one lot, if there is such a limit.
         """
         waiting = sorted((j for j in self.running if j.phase is Phase.PREFILL), key=lambda job: job.order)
         rows_decode = any(job.phase is Phase.DECODE for job in self.running)
@@ -239,7 +251,7 @@ class Scheduler:
         if short and not (may_be_long and self._short_last):
             self._short_last = True
             self._passed += long is not None
-            return self._together(short, room or self.chunk, workspace, score_bytes)
+            return self._together(short, self.chunk if room is None else room, workspace, score_bytes)
         self._short_last = False
         if long is None or not may_be_long:
             return []

@@ -81,7 +81,7 @@ class Steps:
             job.table.tokens = min(job.table.tokens, len(job.ids) + len(job.generated) - 1)
             self.decode([job])
         else:
-            self.prefill([(job, len(job.remaining))])
+            self.prefill([(job, min(len(job.remaining), self.scheduler.chunk))])
 
     def fail(self, job: Job, error: Exception) -> None:
         """End a job that went wrong. Its table may be half written; it is rebuilt from tokens."""

@@ -39,6 +39,8 @@ Attend = Callable[[int, float, F32, F32, F32, F32], None]
 TOLERANCE = 1e-3
 """Largest difference from the model's hidden states, as a share of their largest number."""
 
+LARGEST = 127
+
 NORMS = (
     # before attention, after it, before the gated block, after it
     ("input_layernorm", None, "post_attention_layernorm", None),
@@ -175,7 +177,8 @@ class Decoder:
     """A model's forward in the kernel. Made by ``find``.
 
     Attributes:
-        limit: tokens in one forward up to which this is faster than MLX's way.
+        limit: tokens that are read in one forward at most. Whole chunks of long prompts are products large
+            enough for OpenBLAS.
     """
 
     def __init__(
@@ -205,7 +208,7 @@ class Decoder:
             for module, arrays in zip(w.modules, w.arrays, strict=True)
         ]
         self.factor = np.float32(1)
-        self.limit = LIMITS[native_library.instruction_set_in_use()]
+        self.limit = min(LIMITS[native_library.instruction_set_in_use()], LARGEST)
         library = native_library.library()
         self._in, self._out, self._logits = (
             library.offbook_block_in,

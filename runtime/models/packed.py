@@ -98,6 +98,15 @@ def weights_bytes(model: nn.Module) -> int:
     return sum(int(array.nbytes) for _, array in tree_flatten(model.parameters())) + packed_bytes(model)
 
 
+def weight_count(model: nn.Module) -> float:
+    """About how many numbers a model's weights are, in whatever form they are kept."""
+    forms = (packed_form(module) for _, module in model.named_modules())
+    held = sum(form.shape[0] * form.shape[1] for form in forms if form is not None and form.weight is None)
+    # MLX keeps quantised weights in words of 32 bits, mostly eight to a word.
+    arrays = [array for _, array in tree_flatten(model.parameters())]
+    return float(held + sum(array.size * (8 if array.dtype == mx.uint32 else 1) for array in arrays))
+
+
 def packed_bytes(model: nn.Module) -> int:
     """What of that MLX does not know of."""
     forms = (packed_form(module) for _, module in model.named_modules())

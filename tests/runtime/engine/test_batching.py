@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from offbook.runtime.engine.job import AGING_SECONDS
 from tests.runtime.engine.replies import Engine, alone, assert_same, greedy, tokens
 
 
@@ -103,3 +104,24 @@ def test_a_turn_with_higher_priority_goes_first(engine: Engine, gate: Any, ids: 
     for turn in (blocker, low, high):
         turn.wait()
     assert high.order < low.order
+
+
+def test_one_who_has_waited_long_goes_before_others_of_higher_priority(
+    engine: Engine, gate: Any, ids: Any
+) -> None:
+    """A level for every ten seconds: nobody is passed without end, and far deadlines are no lower class."""
+    one = engine()
+    held = gate(one, "prefill")
+    blocker = one.start("blocker", ids(600, 9), max_tokens=1)
+    held.wait()
+    old, low, high = (
+        one.job(name, ids(600, i), max_tokens=1, priority=priority, deadline=time.monotonic() + deadline)
+        for i, (name, priority, deadline) in enumerate([("old", -1, 900), ("low", 0, 60), ("high", 1, 60)])
+    )
+    old.job.arrived -= 2 * AGING_SECONDS + 1
+    one.submit(low, high, old)
+    held.open()
+    for turn in (blocker, old, low, high):
+        turn.wait()
+    assert high.order < low.order
+    assert old.order < low.order

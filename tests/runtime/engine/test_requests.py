@@ -46,20 +46,24 @@ def test_there_are_never_more_tokens_than_asked_for(engine: Engine, ids: Any, co
     assert (len(tokens(reply, ids(20))), reply.finish_reason) == (count, "length")
 
 
-def test_a_seed_gives_the_same_words_whatever_the_neighbours(engine: Engine, ids: Any) -> None:
-    prompt = ids(40)
-    sampling = SamplingParams(max_tokens=12, temperature=1.0, seed=7)
+@pytest.mark.parametrize("length", [40, 96, 97, 128, 300, 575])
+def test_a_seed_gives_the_same_words_whatever_the_neighbours(engine: Engine, ids: Any, length: int) -> None:
+    """Also where the prompt is read in pieces while others decode and short prompts come."""
+    prompt = ids(length)
+    sampling = SamplingParams(max_tokens=12, temperature=1.0, seed=7, logprobs=3)
     one = engine()
-    expected = tokens(one.run("a", prompt, sampling=sampling), prompt)
-    mine = one.job("b", prompt, sampling=sampling)
-    others = [
-        one.job(f"o{i}", ids(20 + i, i), sampling=SamplingParams(max_tokens=20, temperature=1.5, seed=i))
+    expected = one.run("a", prompt, sampling=sampling)
+    neighbours = [
+        one.start(f"o{i}", ids(20 + i, i), sampling=SamplingParams(max_tokens=60, temperature=1.5, seed=i))
         for i in range(3)
     ]
-    one.submit(*others, mine)
-    assert tokens(mine.wait(), prompt) == expected
-    for other in others:
-        other.wait()
+    mine = one.start("b", prompt, salt="another", sampling=sampling)
+    neighbours += [one.start(f"p{i}", ids(30, 50 + i), max_tokens=30) for i in range(3)]
+    reply = mine.wait()
+    assert tokens(reply, prompt) == tokens(expected, prompt)
+    assert reply.logprobs == expected.logprobs
+    for neighbour in neighbours:
+        neighbour.wait()
 
 
 def test_turns_without_a_seed_differ(engine: Engine, ids: Any) -> None:
