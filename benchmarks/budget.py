@@ -1,8 +1,12 @@
-"""The memory budget under a storm: 50 agents, random lengths, arrivals, cancels and resizes.
+"""The memory budget under a storm: 50 agents, random lengths, priorities, deadlines, cancels, resizes.
 
-A sampler reads what MLX reports (active and cached bytes) every few milliseconds; the engine's own
-accounting and MLX's peak are compared with the budget that was in force. Every turn must end in an
-answer or a typed error.
+Two watchers compare bytes with the budget in force. One reads what MLX holds (active and cached bytes) and
+the packed weights every few milliseconds, also while a pool is replaced by another; then the larger of the
+two budgets counts. The other reads the engine's own peak since the budget was set (MLX's peak within steps
+is in it), on the step thread between steps. ``peak_over_budget`` is the most that either saw above it.
+
+Every turn must end in an answer or a typed error, and none may starve: ``starved`` counts turns that waited
+longer than ``STARVED_SECONDS`` to be admitted, whatever their priority and end.
 """
 
 from __future__ import annotations
@@ -17,25 +21,61 @@ from benchmarks.team import Reader, Team, Turn, budget_for, load_embedded
 from offbook.bus.errors import Cancelled, ContextTooLarge, DeadlineExceeded, EngineBusy
 
 AGENTS = 50
+OUTSTANDING = 12
+"""Turns under way or waiting at one time, at most."""
+
+CANCELLED_SHARE, DEADLINE_SHARE, URGENT_SHARE = 0.06, 0.15, 0.2
+
+STARVED_SECONDS = 60.0
+"""Several times what ``OUTSTANDING`` turns before it and a resize take."""
 
 
-class Sampler(threading.Thread):
-    """Watches MLX's memory against the budget in force."""
+class Watch(threading.Thread):
+    """Watches what is held against the budget in force."""
 
     def __init__(self, team: Team) -> None:
         super().__init__(daemon=True)
-        self.team, self.over, self.peak, self.samples = team, 0, 0, 0
+        self.team, self.over, self.samples = team, 0, 0
         self.stopping = threading.Event()
 
     def run(self) -> None:
+        loop = self.team.loop
+        peak = loop.call(self._peak)
         while not self.stopping.wait(0.004):
-            # The larger of the two budgets counts while one is being replaced by the other.
-            before = self.team.loop.budget_bytes
-            used = self.team.loop.used_bytes
-            budget = max(before, self.team.loop.budget_bytes)
+            before = loop.budget_bytes
+            used = loop.used_bytes
+            self.over = max(self.over, used - max(before, loop.budget_bytes))
             self.samples += 1
-            self.peak = max(self.peak, used)
-            self.over = max(self.over, used - budget)
+            if peak.done():
+                self.over = max(self.over, peak.result())
+                peak = loop.call(self._peak)
+
+    def _peak(self) -> int:
+        """On the step thread: the peak since the budget was set, beyond the budget."""
+        return self.team.loop.most_bytes - self.team.loop.budget_bytes
+
+
+def outcome(turn: Turn) -> str:
+    try:
+        turn.reply.result(timeout=300)
+    except (Cancelled, ContextTooLarge, DeadlineExceeded, EngineBusy) as error:
+        return type(error).__name__
+    except TimeoutError:
+        return "unanswered"
+    except Exception as error:
+        return f"untyped {type(error).__name__}"
+    return "answered"
+
+
+def submit(team: Team, agent: str, reader: Reader, dice: random.Random) -> Turn:
+    """A turn of random length, some with priority, some with a deadline that may be too near."""
+    return team.ask(
+        agent,
+        reader.text(int(dice.choice([20, 60, 150, 400, 900]) * dice.uniform(0.5, 1.5))),
+        max_tokens=dice.choice([1, 8, 24]),
+        priority=dice.choice([1, 2]) if dice.random() < URGENT_SHARE else 0,
+        within=dice.uniform(2, 40) if dice.random() < DEADLINE_SHARE else float("inf"),
+    )
 
 
 def main() -> None:
@@ -47,58 +87,59 @@ def main() -> None:
     high = budget_for(loaded, agents=8, tokens=2048)
     turns: list[Turn] = []
     outcomes: dict[str, int] = {}
-    longest = 0.0
+    resizes = 0
     with Team(loaded, low) as team:
-        sampler = Sampler(team)
-        sampler.start()
+        watch = Watch(team)
+        watch.start()
         started, next_resize, budget = time.perf_counter(), 8.0, low
         running: list[Turn] = []
-        while time.perf_counter() - started < seconds:
+        cancels: list[tuple[float, Turn]] = []
+        while (now := time.perf_counter() - started) < seconds:
             running = [turn for turn in running if not turn.reply.done()]
-            if len(running) < 12:
-                agent = f"agent/{dice.randrange(AGENTS)}"
-                if not any(turn.agent == agent for turn in running):
-                    length = int(dice.choice([20, 60, 150, 400, 900]) * dice.uniform(0.5, 1.5))
-                    turn = team.ask(agent, reader.text(length), max_tokens=dice.choice([1, 8, 24]))
-                    turns.append(turn)
-                    running.append(turn)
-            victim = dice.choice(running).job if running and dice.random() < 0.05 else None
-            if victim is not None:
-                team.loop.post(partial(team.loop.cancel, victim))
-            if time.perf_counter() - started > next_resize:
+            agent = f"agent/{dice.randrange(AGENTS)}"
+            if len(running) < OUTSTANDING and not any(turn.agent == agent for turn in running):
+                turn = submit(team, agent, reader, dice)
+                turns.append(turn)
+                running.append(turn)
+                if dice.random() < CANCELLED_SHARE:
+                    cancels.append((now + dice.uniform(0, 4), turn))
+            for at, turn in cancels:
+                if at <= now and turn.job is not None:
+                    team.loop.post(partial(team.loop.cancel, turn.job))
+            cancels = [(at, turn) for at, turn in cancels if at > now]
+            if now > next_resize:
                 budget = high if budget == low else low
                 team.loop.resize(budget)
+                resizes += 1
                 next_resize += dice.uniform(6, 16)
             time.sleep(dice.expovariate(20))
         for turn in turns:
-            try:
-                turn.reply.result(timeout=300)
-                outcome = "answered"
-            except (Cancelled, ContextTooLarge, DeadlineExceeded, EngineBusy) as error:
-                outcome = type(error).__name__
-            except TimeoutError:
-                outcome = "unanswered"
-            except Exception as error:
-                outcome = f"untyped {type(error).__name__}"
-            outcomes[outcome] = outcomes.get(outcome, 0) + 1
-            if outcome == "answered":
-                longest = max(longest, turn.reply.result().usage.queue_ms / 1e3)
-        sampler.stopping.set()
+            kind = outcome(turn)
+            outcomes[kind] = outcomes.get(kind, 0) + 1
+        watch.stopping.set()
+        watch.join()
         stats = team.stats()
+    waits = [turn.waited for turn in turns]
     common.table(
-        "Under a storm", ["", ""], [[k, v] for k, v in outcomes.items()] + [["longest wait, s", longest]]
+        "Under a storm",
+        ["", ""],
+        [*([kind, count] for kind, count in outcomes.items()), ["longest wait, s", max(waits)]],
     )
-    unanswered = sum(n for k, n in outcomes.items() if k == "unanswered" or k.startswith("untyped"))
     summary = {
-        "peak_over_budget": sampler.over,
-        "unanswered": unanswered,
+        "peak_over_budget": watch.over,
+        "unanswered": sum(n for k, n in outcomes.items() if k == "unanswered" or k.startswith("untyped")),
+        "starved": sum(wait > STARVED_SECONDS for wait in waits),
+        "starvation_threshold_s": STARVED_SECONDS,
+        "longest_wait_s": max(waits),
+        "median_wait_s": common.median(waits),
         "turns": len(turns),
-        "longest_wait_s": longest,
-        "samples": sampler.samples,
+        "answered_share": outcomes.get("answered", 0) / len(turns),
+        "resizes": resizes,
+        "samples": watch.samples,
         "evictions": stats.counters.get("evictions", 0),
         "restores": stats.counters.get("restores", 0),
     }
-    common.report(args, summary)
+    common.report(args, summary, outcomes=outcomes)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -33,28 +34,44 @@ EMBEDDED = "wheel:smollm2-135m-instruct"
 console = Console(width=int(os.environ.get("COLUMNS", "120")))
 
 
-def arguments(description: str, *, full: bool = False) -> argparse.Namespace:
-    """The flags every benchmark has: ``--quick``, ``--json OUT`` and, for some, ``--full``."""
+def arguments(description: str, *, full: bool = False, png: bool = False) -> argparse.Namespace:
+    """The flags every benchmark has: ``--quick``, ``--json OUT`` and, for some, ``--full`` and ``--png``."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer repeats and sizes, for a first look")
     parser.add_argument("--json", metavar="OUT", help="write the result, with a flat 'summary', to this file")
     if full:
         parser.add_argument("--full", action="store_true", help="larger sizes too")
+    if png:
+        parser.add_argument("--png", metavar="FILE", type=Path, help="draw the run's timeline (matplotlib)")
     return parser.parse_args()
 
 
 def report(arguments: argparse.Namespace, summary: dict[str, Any], **detail: Any) -> None:
-    """Print the summary and write the JSON file."""
-    console.print_json(json.dumps(summary))
+    """Print the summary and write the JSON file. What is no number there is null."""
+    console.print_json(json.dumps(_finite(summary)))
     if arguments.json:
-        result = {"summary": summary, "machine": machine(), **detail}
-        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
+        result = _finite({"summary": summary, "machine": machine(), **detail})
+        Path(arguments.json).write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def machine() -> dict[str, Any]:
     return {
         "platform": platform.platform(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "device": str(mx.default_device()),
         "blas": getattr(BLAS, "source", str(BLAS)),
         "python": sys.version.split()[0],

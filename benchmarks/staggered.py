@@ -1,8 +1,9 @@
 """B arrives while A decodes: how long B waits for its first token, and what A loses meanwhile.
 
-* *warm B*: B's memory is on disk. Its time to first token, while A decodes, against the same on an idle
-  engine at the same context.
-* *cold B*: B has to prefill. A's rate during B's prefill against A's rate alone.
+* *warm B*: B's memory is in its files only. Its time to first token, while A decodes, against the same on an
+  idle engine at the same context.
+* *cold B*: B has to prefill. A's rate from its last token before B's arrival to its first after B's first
+  token, against A's rate over 48 tokens alone just before.
 
 The reference system's B waits until A has finished (16.7 s sequential, 34.1 s batched, on Gemma 3 12B).
 """
@@ -20,13 +21,29 @@ from offbook.bus.errors import Cancelled
 LONG = 1500
 
 
-def wait_for_pieces(turn: Turn, count: int) -> None:
-    while len(turn.pieces) < count:
+ALONE = 48
+"""Tokens over which A's rate alone is taken."""
+
+
+def wait_for_tokens(turn: Turn, count: int) -> None:
+    while len(turn.times) < count:
         time.sleep(0.005)
 
 
-def rate(pieces: list[float]) -> float:
-    return (len(pieces) - 1) / (pieces[-1] - pieces[0]) if len(pieces) > 1 else 0.0
+def rate(times: list[float]) -> float:
+    """Tokens a second, from the first of these tokens to the last."""
+    return (len(times) - 1) / (times[-1] - times[0])
+
+
+def warm_turn(team: Team, agent: str) -> float:
+    """Milliseconds to the first token of an agent that is brought from its files."""
+    team.evict(agent)
+    team.flush()
+    before, blocks = team.loaded_blocks(), team.full_blocks(agent)
+    turn = team.say(agent, "Go on.", max_tokens=4)
+    assert turn.reply.result().usage.source == "warm", turn.reply.result().usage
+    assert team.loaded_blocks() - before >= blocks, "B is read from its files"
+    return turn.ttft_ms
 
 
 def main() -> None:
@@ -41,23 +58,21 @@ def main() -> None:
         team.say("b", reader.text(size - 40) + QUESTION, max_tokens=8)
         for repeat in range(repeats):
             before = dict(team.transcripts)
-            team.evict("b")
-            idle.append(team.say("b", "Go on.", max_tokens=4).ttft_ms)
+            idle.append(warm_turn(team, "b"))
             team.transcripts.update(before)
 
-            a = team.ask("a", "Go on.", max_tokens=LONG, ignore_end=True)
-            wait_for_pieces(a, 4)
-            team.evict("b")
-            busy.append(team.say("b", "Go on.", max_tokens=4).ttft_ms)
-            at = len(a.pieces)
-            wait_for_pieces(a, at + 12)
-            alone.append(rate(a.pieces[at : at + 12]))
-            # Cold B: A's pieces between B's arrival and B's first token.
-            arrived = time.perf_counter()
+            # Another text each time: what A said before is on disk, and would be looked at.
+            a = team.ask("a", f"Go on, part {repeat}.", max_tokens=LONG, ignore_end=True)
+            wait_for_tokens(a, 4)
+            busy.append(warm_turn(team, "b"))
+            at = len(a.times)
+            wait_for_tokens(a, at + ALONE)
+            alone.append(rate(a.times[at : at + ALONE]))
+            arrived = len(a.times) - 1
             cold = team.say(f"cold-{repeat}", reader.text(size - 40) + QUESTION, max_tokens=1)
-            ended = time.perf_counter()
-            during = [t for t in a.pieces if arrived <= t <= ended]
-            beside.append(rate(during))
+            ended = len(a.times)
+            wait_for_tokens(a, ended + 1)
+            beside.append(rate(a.times[arrived : ended + 1]))
             assert a.job is not None
             assert a.job.phase.value == "decode", "A must decode all the while"
             assert cold.reply.result().usage.source == "cold"

