@@ -36,6 +36,7 @@ from ..observe.trace import Trace
 from ..store.hashing import chain_at
 from ..supervisor import MIB, Supervisor, pool_sizes, workspace_bytes
 from .batch import Batch
+from .hints import Hints
 from .job import Job, Phase
 from .reports import engine_stats
 from .scheduler import Scheduler, chunk_tokens
@@ -234,6 +235,7 @@ class EngineLoop:
         self.supervisor = Supervisor(self.spec, self.scheme, self.pool)
         self.longest = self.supervisor.longest()
         self.scheduler = Scheduler(self.supervisor, self.memory, self._chunk)
+        self.hints = Hints(self.memory, self.scheduler)
         self.steps = Steps(
             self.loaded,
             self.batch,
@@ -259,12 +261,14 @@ class EngineLoop:
         """With nothing running: save everything, give the pool back, build it at the new size."""
         budget, done = self._resizes.pop(0)
         for key in list(self.memory.tables):
-            self.supervisor.evict(self.memory, key, f"a memory budget of {budget / MIB:.0f} MiB was asked for")
+            self.supervisor.evict(self.memory, key, f"the memory budget becomes {budget / MIB:.0f} MiB")
         if self.store is not None:
             self.store.flush()  # the next turns look for what was evicted
-        queued, idle, decisions = self.scheduler.queue, self.supervisor.idle, self.supervisor.decisions
+        queued, hints = self.scheduler.queue, self.hints.kept
+        idle, decisions = self.supervisor.idle, self.supervisor.decisions
         # The old arrays must be gone before the new ones are allocated: the budget holds in between.
         del self.arrays, self.batch, self.memory, self.scheduler, self.supervisor, self.pool, self.steps
+        del self.hints
         gc.collect()
         mx.clear_cache()
         before, self.budget_bytes = (
@@ -282,6 +286,8 @@ class EngineLoop:
             self.peak_bytes = 0
             done.set_result(None)
         self.supervisor.idle, self.supervisor.decisions = idle, decisions
+        self.hints.kept = hints
+        self.scheduler.look_again()
         for job in queued:
             self.submit(job)
 
@@ -297,8 +303,11 @@ class EngineLoop:
         if self._resizes:
             self.scheduler.hold_back("a change of the memory budget")
         else:
+            changed = self.scheduler.changed
             for job, plan in self.scheduler.admit():
                 self.steps.guard([job], partial(self.steps.begin, job, plan))
+            if changed:
+                self.hints.again()
         self._await_loads()
         self._step()
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
@@ -398,15 +407,7 @@ class EngineLoop:
     def prefetch(self, key: Key, ids: Ids, origin: str = "") -> None:
         """A message waits for this agent: load it, if it is on disk and there is room."""
         self.supervisor.expect(key)
-        if key in self.memory.loading or self.scheduler.active(key):
-            return
-        # One id more stands for the message to come.
-        ahead = np.append(ids, np.uint32(0))
-        plan = self.memory.plan(key, ahead, origin)
-        loading = self.scheduler.prefetch(key, plan, len(ids) + 256)
-        if loading is not None:
-            loading.ids = ids
-            self.metrics.count("prefetches")
+        self.hints.follow(key, ids, origin)
 
     def locate(self, key: Key, ids: Ids) -> StateHandle:
         plan = self.memory.plan(key, np.append(ids, np.uint32(0)))
@@ -431,6 +432,7 @@ class EngineLoop:
         for key in keys:
             if self.scheduler.active(key):
                 raise EngineFailed(f"{agent} is speaking; forget it after its turn")
+        self.hints.forget(agent)
         for key in keys:
             self.memory.cancel(key)
             if key not in self.memory.loading:

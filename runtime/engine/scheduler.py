@@ -28,6 +28,9 @@ SHORT_PREFILL = 96
 
 MAX_PREFILL_ROWS = 8
 
+FOR_MEMORY = ("memory that running turns hold", "an earlier turn that needs memory")
+"""What turns wait for that wait for memory."""
+
 MIN_CHUNK = 32
 
 CHUNK_WORK = {"cpu": 64e9, "gpu": 2048e9}
@@ -153,7 +156,7 @@ class Scheduler:
                 job.waits_for = "its memory is being saved"
                 continue
             if blocked:
-                job.waits_for = "an earlier turn that needs memory"
+                job.waits_for = FOR_MEMORY[1]
                 continue
             plan = ahead.plan if ahead is not None else self.memory.plan(job.key, job.ids, job.origin)
             held = self.memory.hold(plan)
@@ -171,7 +174,7 @@ class Scheduler:
                     continue
             if evicted is None:
                 self.memory.unhold(held)
-                job.waits_for = "memory that running turns hold"
+                job.waits_for = FOR_MEMORY[0]
                 blocked = True
                 continue
             job.evictions += evicted
@@ -212,15 +215,18 @@ class Scheduler:
                 keep.add((plan.origin.agent, plan.origin.salt))
         return self.supervisor.make_room(self.memory, self.running, need, keep, whom=job.key[0])
 
+    @property
+    def short_of_memory(self) -> bool:
+        """Whether a turn waits for memory, or may: it has not been tried yet."""
+        return any(job.waits_for in ("", *FOR_MEMORY) for job in self.queue)
+
     def prefetch(self, key: Key, plan: Plan, tokens: int) -> Loading | None:
-        """Start loading an agent ahead of its turn, if that disturbs nobody who is about to speak."""
-        if plan.source != "warm" or key in self.memory.loading or self.active(key):
+        """Start loading an agent ahead of its turn. None if there is no room, or others wait for it."""
+        if self.short_of_memory:
             return None
-        need = self.supervisor.need(key, tokens)
-        if (
-            self.queue
-            or self.supervisor.make_room(self.memory, self.running, need, {key}, gentle=True) is None
-        ):
+        need, whom = self.supervisor.need(key, tokens), f"{key[0]}, whose message waits"
+        room = self.supervisor.make_room(self.memory, self.running, need, {key}, gentle=True, whom=whom)
+        if room is None:
             return None
         started = self.memory.start(key, plan, priority=1)
         return started if isinstance(started, Loading) else None

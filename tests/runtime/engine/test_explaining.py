@@ -94,7 +94,7 @@ def test_decisions_outlive_a_change_of_the_budget_which_explains_its_own(
     one.loop.resize(120 * MIB).result(60)
     before, after = one.stats.decisions
     assert before.startswith("evicted ann: room for bob (")
-    assert after.startswith("evicted bob: a memory budget of 120 MiB was asked for")
+    assert after.startswith("evicted bob: the memory budget becomes 120 MiB")
     assert after.endswith("pinned")
     one.run("cid", ids(900, 3), max_tokens=1)
     one.run("dan", ids(900, 4), max_tokens=1)
