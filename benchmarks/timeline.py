@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ COLOURS = {
     "decode": "#8cc084",
 }
 SECONDS = 2.5
-HEIGHT = 0.76
+HEIGHT, LABEL_SECONDS = 0.7, 0.1
 
 
 class Span(NamedTuple):
@@ -53,7 +54,9 @@ def scene(trace: Path) -> None:
                 team.ask(agent, "Go on.", max_tokens=16, ignore_end=True)
                 for agent in dict.fromkeys(speakers[at : at + 2])
             ]
-            for agent in speakers[at + 2 : at + 4]:  # their messages wait already
+            while not all(turn.times for turn in turns):
+                time.sleep(0.002)
+            for agent in speakers[at + 2 : at + 4]:  # their messages come while these speak
                 team.prefetch(agent)
             for turn in turns:
                 turn.reply.result()
@@ -109,7 +112,7 @@ def draw(events: list[dict[str, Any]], png: Path, title: str) -> None:
     spans = [s for s in every if s.end > since and s.start < since + SECONDS]
     names = [e["args"]["name"] for e in sorted(events, key=lambda e: e.get("tid", 0)) if e["ph"] == "M"]
     lanes = [name for name in names if any(s.lane == name for s in spans)]
-    figure, axes = plt.subplots(figsize=(15, 0.5 * len(lanes) + 2.0), layout="constrained")
+    figure, axes = plt.subplots(figsize=(15, 0.55 * len(lanes) + 1.8), layout="constrained")
     for span in spans:
         y = lanes.index(span.lane)
         middle = {"upper": y - HEIGHT / 4, "lower": y + HEIGHT / 4}.get(span.part, y)
@@ -125,7 +128,7 @@ def draw(events: list[dict[str, Any]], png: Path, title: str) -> None:
         )
     label_loads(axes, spans, since, lanes)
     axes.set_yticks(range(len(lanes)), lanes)
-    axes.set_ylim(len(lanes) - 0.5, -0.9)
+    axes.set_ylim(len(lanes) - 0.5, -0.6)
     axes.set_xlim(0, SECONDS)
     axes.set_xlabel("seconds")
     axes.grid(axis="x", color="#eeeeee", zorder=0)
@@ -142,14 +145,28 @@ def draw(events: list[dict[str, Any]], png: Path, title: str) -> None:
 
 
 def label_loads(axes: Any, spans: list[Span], since: float, lanes: list[str]) -> None:
-    """Whose each load is, beside it; a line from it down to its owner's lane."""
-    for span in spans:
-        if not span.owner or span.start < since:
-            continue
-        x, y = span.start - since, lanes.index(span.lane)
-        axes.text(span.end - since + 0.006, y, span.owner, va="center", fontsize=8, zorder=4)
-        if span.owner in lanes:
-            axes.plot([x, x], [y, lanes.index(span.owner)], color=COLOURS["load"], lw=0.8, ls=":", zorder=1)
+    """Whose each load is, above it (neighbours together), and a line from it down to its owner's lane."""
+    together: list[list[Span]] = []
+    for span in sorted((s for s in spans if s.owner), key=lambda s: s.start):
+        if together and span.start < max(s.end for s in together[-1]) + LABEL_SECONDS:
+            together[-1].append(span)
+        else:
+            together.append([span])
+        if span.owner in lanes and span.start >= since:
+            x, ends = span.start - since, (lanes.index(span.lane), lanes.index(span.owner))
+            axes.plot([x, x], ends, color=COLOURS["load"], lw=0.8, ls=":", zorder=1)
+    for loads in together:
+        middle = (loads[0].start + max(s.end for s in loads)) / 2 - since
+        names = ", ".join(dict.fromkeys(s.owner for s in loads))
+        axes.text(
+            min(max(middle, LABEL_SECONDS / 2), SECONDS - LABEL_SECONDS / 2),
+            lanes.index(loads[0].lane) - HEIGHT / 2,
+            names,
+            ha="center",
+            va="bottom",
+            fontsize=7.5,
+            zorder=4,
+        )
 
 
 def main() -> None:
