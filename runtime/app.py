@@ -100,7 +100,8 @@ class Runtime:
         kv_bits: 4, 8, or None for 16-bit.
         clock: ``VirtualClock(seed)`` for simulated time; default real time.
         engine: False if no engine is to be started here (actors only, or one that runs elsewhere).
-        trace: file for a Perfetto trace of the engine's work.
+        trace: file for a Perfetto trace of the engine's work. One that is there already, as after a
+            restart of the engine, is kept: ``trace.json`` as ``trace.1.json``, the next as ``trace.2.json``.
         peers: kinds of addresses that other processes will serve. An actor's message to them waits while
             nobody does; to a kind that nobody knows it is refused, once the team runs, as a slip.
 

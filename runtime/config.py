@@ -61,7 +61,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         budget_bytes: memory for weights, KV and workspace together; None derives it from the machine.
         disk_cap_bytes: bytes of KV on disk, or None for "as much as leaves the disk healthy".
         kv_bits: bits of cached keys and values: 4, 8, or None for 16-bit.
-        trace: file for a Perfetto/Chrome trace of the engine's work, or None.
+        trace: file for a Perfetto/Chrome trace of the engine's work, or None. An earlier engine's is kept,
+            with a number before the suffix (``trace.1.json`` is the oldest).
     """
 
     name: str

@@ -71,7 +71,7 @@ class EngineLoop:
         generous: the budget is a default, so a pool for more agents than a team has is not allocated.
         host: whether the pool is written through NumPy views (CPU).
         native: makes the native kernel's front for a pool, or None where it does not fit.
-        trace: file for a Perfetto/Chrome trace.
+        trace: file for a Perfetto/Chrome trace; one that is there already is kept under a numbered name.
     """
 
     def __init__(

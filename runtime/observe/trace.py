@@ -3,11 +3,12 @@
 One track for the step thread (decode steps and prefill chunks), one for loads from disk, and one per
 agent (its turns by phase), so that a reader sees one agent's load lying under another's decode. Open
 the file at ui.perfetto.dev or chrome://tracing. The format is the trace-event JSON array, which may
-lack its end: a killed engine leaves a readable trace.
+lack its end: a killed engine leaves a readable trace, and the next one keeps it under another name.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
@@ -20,11 +21,17 @@ FLUSH_EVENTS = 256
 
 
 class Trace:
-    """Writes spans as they end. Thread-safe; times are ``time.monotonic()`` seconds."""
+    """Writes spans as they end. Thread-safe; times are ``time.monotonic()`` seconds.
+
+    Args:
+        path: the file. One that is there already, of an engine before this one, is kept as ``earlier`` says.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file() and path.stat().st_size:
+            path.rename(earlier(path))
         self._file: TextIO = path.open("w", encoding="utf-8")
         self._file.write("[\n")
         self._lock = threading.Lock()
@@ -83,6 +90,12 @@ class Trace:
             if self._pending >= FLUSH_EVENTS:
                 self._pending = 0
                 self._file.flush()
+
+
+def earlier(path: Path) -> Path:
+    """The first free name for an earlier trace: ``trace.json`` becomes ``trace.1.json``, the next one 2."""
+    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 def read(path: Path) -> list[dict[str, Any]]:

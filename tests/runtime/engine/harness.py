@@ -147,6 +147,7 @@ class Harness:
         cap: int | None = None,
         before: Callable[[EngineLoop], None] | None = None,
         loaded: Any = None,
+        trace: Path | None = None,
         **options: Any,
     ) -> None:
         self.folder, self.cap = folder, cap
@@ -162,6 +163,7 @@ class Harness:
             budget_bytes=budget,
             host=host,
             native=front if host else None,
+            trace=trace,
         )
         if before is not None:
             before(self.loop)

@@ -123,6 +123,32 @@ def test_the_agent_idle_for_longest_leaves_first_and_only_as_many_as_it_takes() 
     assert memory.evicted == ["oldest"]
 
 
+@pytest.mark.parametrize(("ages", "first"), [((60, 30), "short"), ((6000, 30), "long")])
+def test_what_is_dear_to_bring_back_stays_longer_than_what_is_cheap(
+    ages: tuple[int, int], first: str
+) -> None:
+    """Without a store it is a prefill: long memory leaves before short only if idle for very much longer."""
+    supervisor, memory = made(slots=16, pages=12)
+    for age, (agent, tokens) in zip(ages, (("long", 2500), ("short", 900)), strict=True):
+        memory.add(agent, tokens)
+        supervisor.touch((agent, ""))
+        supervisor.idle[agent, ""].used -= age
+    assert room(supervisor, memory, memory.pool.groups[0].free + 1) == 1
+    assert memory.evicted == [first]
+
+
+def test_what_the_disk_gives_back_quickly_leaves_by_its_idle_time() -> None:
+    """From disk 2500 tokens cost hardly more than 900: the one idle for longer leaves, whichever it is."""
+    supervisor, memory = made(slots=16, pages=12)
+    memory.store = object()
+    for age, (agent, tokens) in zip((60, 30), (("long", 2500), ("short", 900)), strict=True):
+        memory.add(agent, tokens)
+        supervisor.touch((agent, ""))
+        supervisor.idle[agent, ""].used -= age
+    assert room(supervisor, memory, memory.pool.groups[0].free + 1) == 1
+    assert memory.evicted == ["long"]
+
+
 def test_an_agent_whose_message_waits_leaves_last() -> None:
     supervisor, memory = made(slots=6)
     for agent in ("waited for", "fresh"):
@@ -187,8 +213,19 @@ def test_every_eviction_is_explained() -> None:
     memory.add("a", 900)
     room(supervisor, memory, 3)
     [why] = supervisor.decisions
-    assert "a" in why
-    assert "idle" in why
+    assert why.startswith("evicted a: room for others (3 blocks, 1 pages)")
+    assert "idle for" in why
+
+
+def test_evictions_say_for_whom_and_whether_it_was_pinned_and_the_latest_are_kept() -> None:
+    supervisor, memory = made(slots=3)
+    for i in range(120):
+        memory.add(f"a{i}", 900)
+        supervisor.touch((f"a{i}", ""), pinned=True)
+        room(supervisor, memory, 3, whom="b")
+    assert len(supervisor.decisions) == 100
+    assert supervisor.decisions[-1].startswith("evicted a119: room for b")
+    assert supervisor.decisions[-1].endswith("pinned")
 
 
 def test_a_forgotten_agent_is_not_remembered() -> None:
