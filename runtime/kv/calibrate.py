@@ -38,7 +38,7 @@ from .spec import ModelCacheSpec
 from .table import AgentTable, Ids
 
 CONTEXT: Final = 2048
-CHUNK: Final = 512
+CHUNK: Final = 128
 FEED: Final = 16
 TOGETHER: Final = 12
 

@@ -85,7 +85,7 @@ static void attend_tail(const struct decode *d, int64_t row, int64_t head, struc
     append(d, row, head);
     restart(d->l, w, part_at(d, row, head, parts_of(s, row) - 1));
     for (int64_t at = sealed; at < length; at += BLOCK) {
-        struct chunk c;
+        struct chunk c = {0};
         page_chunk(d->l, head, s->pages + s->page_at[row] + (at - sealed) / GROUP, least(BLOCK, length - at), at, &c);
         isa->attend(d->l, &c, w);
     }

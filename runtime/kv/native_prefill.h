@@ -39,7 +39,7 @@ static void prefill_task(void *job, int64_t index, int worker) {
     int64_t in_blocks = over(sealed, BLOCK), in_pages = over(history - sealed, BLOCK);
     int64_t all = in_blocks + in_pages + over(d->tokens, BLOCK), per = over(all, d->parts);
     for (int64_t i = part * per; i < least(all, (part + 1) * per); i++) {
-        struct chunk c;
+        struct chunk c = {0}; /* no look-ahead from the new tokens */
         if (i < in_blocks) {
             if ((i + 1) * BLOCK <= w.lowest) continue; /* left the window; its slot may be gone */
             block_chunk(l, head, blocks[i], least(BLOCK, sealed - i * BLOCK), i * BLOCK, &c);

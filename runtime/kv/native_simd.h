@@ -76,7 +76,7 @@ SIMD vf FN(exp2)(vf x) {
     y = y * f + 2.402264791363012e-1f;
     y = y * f + 6.931472028550421e-1f;
     y = y * f + 1.0f;
-    return (vf)(((vi)y + ((vi)t << 23)) & alive);
+    return (vf)((vi)((FN(vu_))y + ((FN(vu_))t << 23)) & alive);
 }
 
 SIMD float FN(exp2_scalar)(float x) { return FN(exp2)(FN(splat)(x))[0]; }

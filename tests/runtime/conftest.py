@@ -37,6 +37,7 @@ from offbook.runtime.kv.probe import derive  # noqa: E402
 from offbook.runtime.kv.scheme import KVScheme  # noqa: E402
 from offbook.runtime.kv.spec import ModelCacheSpec  # noqa: E402
 from offbook.runtime.kv.table import AgentTable  # noqa: E402
+from offbook.runtime.models import decoder, linear  # noqa: E402
 from offbook.runtime.models.deepseek_v2 import to_latent  # noqa: E402
 from offbook.runtime.models.load import _evaluate_everything  # noqa: E402
 from offbook.runtime.store import BlockStore, TensorSpec  # noqa: E402
@@ -238,7 +239,12 @@ class Rig:
         sizes = [self.slots] * len(self.spec.groups)
         self.arrays = PoolArrays(self.spec, self.scheme, sizes, self.pages, host=self.host)
         front = NativeAttention(self.arrays) if self.native else None
-        self.batch = Batch(self.model, self.arrays, self.pool, native=front)
+        # As the engine has it: few tokens go through the kernel as a whole, where the model is one for it.
+        served = None
+        if front is not None:
+            linear.install(self.model)
+            served = decoder.find(self.model, self.spec)
+        self.batch = Batch(self.model, self.arrays, self.pool, native=front, decoder=served)
         self.store = self.open_store()
         self._done: queue.SimpleQueue[Loading] = queue.SimpleQueue()
         self.memory = KVMemory(

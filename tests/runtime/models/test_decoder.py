@@ -218,12 +218,30 @@ class Doubled(llama.TransformerBlock):  # type: ignore[misc]
         return super().__call__(x, mask, cache) * 2
 
 
+class Scaled(llama.Attention):  # type: ignore[misc]
+    """Attention whose queries grow with their positions, beyond the first thousand."""
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        by = 1.0 if cache is None or cache.offset < 1000 else 1.2
+        return super().__call__(x * by, mask, cache)
+
+
+class ExactGelu(gemma3_text.MLP):  # type: ignore[misc]
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(nn.gelu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def changed(model: Any, part: str, cls: Any) -> nn.Module:
+    for layer in model.model.layers:
+        (layer if not part else layer[part]).__class__ = cls
+    return model
+
+
 def test_models_that_compute_otherwise_are_not_taken() -> None:
-    unlike: Any = llama_model()
-    for layer in unlike.model.layers:
-        layer.__class__ = Doubled
     others = [
-        unlike,
+        changed(llama_model(), "", Doubled),
+        changed(llama_model(), "self_attn", Scaled),
+        changed(MODELS["gemma3"](), "mlp", ExactGelu),
         seeded(phi3.Model(phi3.ModelArgs(model_type="phi3", **SIZES))),
         seeded(
             stablelm.Model(
