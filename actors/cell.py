@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,7 +27,7 @@ from offbook.bus.errors import (
 )
 
 from . import statements
-from .actor import ActorSpec, turn_random
+from .actor import Actor, ActorSpec, turn_random
 from .instance import Instance
 from .journal import RETRY_AFTER, JournalFailed
 from .lm import MemoryRef
@@ -53,6 +53,7 @@ class CellPort(TurnPort, Protocol):
 
     stopping: bool
     stage: Stage
+    engine_waits: Counter[str]
 
     def committed(self, record: TurnRecord, outgoing: list[Outgoing], born: list[Inbound]) -> None: ...
 
@@ -88,6 +89,7 @@ class Cell:
         self.instance = Instance(port.journal, spec, actor_id)
         self._hinted = False
         self._window = RestartWindow(spec.supervision)
+        self._trying: Inbound | None = None
 
     # -- the mailbox --------------------------------------------------------------------------------------
 
@@ -189,18 +191,27 @@ class Cell:
                 await self.port.journal.do("drop", lambda db: statements.drop(db, message))
                 await self._fail(message, gone)
                 return
+            actor = await self._activate(message)
+            if actor is None:
+                return
             if not message.counted:
                 if message.tries >= policy.max_tries:
                     text = f"gave up after {policy.max_tries} tries that ended with the process or an error"
-                    await self._bury(message, ActorFailed(f"{self.id}: {text}", actor=self.id), text)
+                    await self._give_up(message, ActorFailed(f"{self.id}: {text}", actor=self.id), text)
                     return
                 await self.port.journal.do(
                     "try", lambda db: statements.begin_try(db, message, message.tries + 1)
                 )
                 message.tries += 1
-            message.counted = False
+                message.counted = True
             await self.port.room_to_send(self.id)
-            error = await self._try(message)
+            message.counted = False
+            self._trying = message
+            if self.port.engine_waits[self.id]:  # an earlier process asked, and that question still waits
+                self.waits_for_engine(True)
+            error = await self._try(message, actor)
+            if error is None or not self.port.stopping:
+                self._trying = None
             if error is None or self.stopped:
                 return
             if not await self._failed(message, error):
@@ -279,6 +290,12 @@ class Cell:
         await self.port.journal.do("bury", lambda db: statements.bury(db, message, reason, time.time()))
         await self._fail(message, error)
 
+    async def _give_up(self, message: Inbound, error: OffbookError, reason: str) -> None:
+        """Bury a message without a try; nobody has heard of its failures in an earlier process."""
+        verdict = Verdict.DEAD_LETTER.value
+        self.port.failed(Failure(self.id, message.id, message.type, reason, message.tries, verdict), error)
+        await self._bury(message, error, reason)
+
     async def _fail(self, message: Inbound, error: OffbookError) -> None:
         waiting = self._waiting.get(message.id, [])
         self._leave(message)
@@ -287,23 +304,55 @@ class Cell:
 
     # -- one try ------------------------------------------------------------------------------------------
 
-    async def _try(self, message: Inbound) -> BaseException | None:
-        """Run one turn; None if it committed (or the actor was stopped), else the error."""
+    def waits_for_engine(self, waits: bool) -> None:
+        """Calls of this turn, or of one that it waits for, wait for the engine, or do so no more.
+
+        A process that ends meanwhile, as it may again and again while a large model loads, is not the
+        message's fault: as stored, the try does not count until the engine has answered.
+        """
+        message = self._trying
+        if message is not None and not self.port.stopping:
+            self._store_tries(message, message.tries - waits)
+
+    def take_back_try(self) -> None:
+        """The host stops in order: a try that has begun, or was about to, does not count."""
+        message = self._trying
+        if message is None and self.mailbox and self.mailbox[0].counted:
+            message = self.mailbox[0]
+        if message is not None:
+            self._store_tries(message, message.tries - 1)
+
+    def _store_tries(self, message: Inbound, tries: int) -> None:
+        """In order with the journal's other work, so a turn that goes on has its try counted first."""
+        self.port.journal.post("try", partial(statements.begin_try, message=message, tries=tries))
+
+    async def _activate(self, message: Inbound) -> Actor | None:
+        """Load the actor; None if it cannot be, and the message has been dealt with.
+
+        That is before the try is counted: a state that does not fit the class is mended by another class.
+        """
         try:
-            actor = await self.instance.activate()
+            return await self.instance.activate()
         except NoSuchActor as exc:
-            await self._bury(message, exc, exc.message)
+            await self._give_up(message, exc, exc.message)
             return None
         except StateNotLoadable as exc:
+            if message.counted:
+                message.counted = False
+                message.tries -= 1
+                self._store_tries(message, message.tries)
             self.stopped = exc.message
             self.port.failed(
                 Failure(self.id, message.id, message.type, exc.message, message.tries, "stop"), exc
             )
             await self._fail(message, exc)
             return None
+
+    async def _try(self, message: Inbound, actor: Actor) -> BaseException | None:
+        """Run one turn; None if it committed, else the error."""
         self._hint()
         calls = {}
-        if message.tries > 1:
+        if message.tries > 1 or message.recovered:
             calls = await self.port.journal.do("calls", lambda db: statements.get_calls(db, message))
 
         async def progress(piece: Any) -> None:
@@ -402,7 +451,7 @@ class Cell:
 
     def _upcoming(self) -> Inbound | None:
         """The next message, if its try can be counted with the commit of this turn."""
-        if len(self.mailbox) < 2:
+        if len(self.mailbox) < 2 or self.port.stopping:
             return None
         following = self.mailbox[1]
         return following if not following.counted and not following.tries else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection
 from contextlib import AsyncExitStack
 from datetime import datetime
@@ -106,6 +106,8 @@ class Host(Outside):
         self.turns = 0
         self.failures: deque[Failure] = deque(maxlen=_KEPT_FAILURES)
         self.failed_count = 0
+        self._reported = 0
+        self.engine_waits: Counter[str] = Counter()
         self.quiet = Quiet()
         self._path = journal_path
         self._given = journal
@@ -172,6 +174,7 @@ class Host(Outside):
         stopped = ActorStopped(f"the host {self.name} stops")
         with anyio.CancelScope(shield=True):
             for cell in self.stage:
+                cell.take_back_try()
                 await cell.dismiss(stopped)
 
     async def __aexit__(
@@ -291,13 +294,21 @@ class Host(Outside):
                 goes on after a restart), with a wall clock, seconds from now; or an absolute ``datetime``.
                 None: a virtual clock runs until no timer is left, a wall clock until cancelled.
         """
-        turns, failed = self.turns, self.failed_count
+        turns = self.turns
         self.directory.complete = True
         if isinstance(self.clock, VirtualClock):
             await run_virtual(self.clock, self._timers, self.quiet, until)
         else:
             await run_wall(self.clock, until)
-        new = min(self.failed_count - failed, len(self.failures))
+        return self.report(turns)
+
+    def report(self, turns: int) -> RunReport:
+        """What happened since ``turns`` turns had been made; of failures, all that no report has listed yet.
+
+        So those are in it, too, that befell what an earlier run had left, before ``run`` was called.
+        """
+        new = min(self.failed_count - self._reported, len(self.failures))
+        self._reported = self.failed_count
         recent = tuple(self.failures)[len(self.failures) - new :]
         return RunReport(self.turns - turns, recent, self.clock.now())
 
@@ -379,6 +390,18 @@ class Host(Outside):
     def unsent(self, actor: str) -> int:
         """Messages of an actor that are on their way."""
         return self._outbox.unsent(actor)
+
+    def engine_wait(self, message: Inbound, waits: bool) -> None:
+        """A turn, and with it those that wait for its answer, waits for the engine, or does so no more."""
+        for actor in (*message.chain, message.actor):
+            self.engine_waits[actor] += 1 if waits else -1
+            if self.engine_waits[actor] != waits:
+                continue  # others of its calls wait, too
+            if not waits:
+                del self.engine_waits[actor]
+            cell = self.stage.find(actor)
+            if cell is not None:
+                cell.waits_for_engine(waits)
 
     async def room_to_send(self, actor: str) -> None:
         """Hold an actor back that sends faster than its receivers take."""

@@ -24,7 +24,8 @@ _LOOK = 60.0
 
 @dataclass(frozen=True)
 class RunReport:
-    """What happened during ``run()``: turns committed, failed turns, and the host's clock at the end."""
+    """What happened during ``run()``: turns committed, the host's clock at the end, and failures: failed
+    turns and dead letters since the last report, or since the host began."""
 
     turns: int
     failures: tuple[Failure, ...]

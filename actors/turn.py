@@ -55,6 +55,8 @@ class TurnPort(Protocol):
 
     def unsent(self, actor: str) -> int: ...
 
+    def engine_wait(self, message: Inbound, waits: bool) -> None: ...
+
 
 class Turn:
     """The effects of one try to handle one message.

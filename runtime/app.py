@@ -336,7 +336,7 @@ class Runtime:
                 can go on.
         """
         host = self.host
-        turns, failed = host.turns, host.failed_count
+        turns = host.turns
         host.directory.complete = True  # whatever runs after this, the team has been set up
         report: RunReport | None = None
 
@@ -359,9 +359,7 @@ class Runtime:
             raise KeyboardInterrupt if got[0] is signal.SIGINT else SystemExit(128 + got[0])
         if report is not None:
             return report
-        new = min(host.failed_count - failed, len(host.failures))
-        recent = tuple(host.failures)[len(host.failures) - new :]
-        return RunReport(host.turns - turns, recent, host.clock.now())
+        return host.report(turns)
 
 
 async def _ask_to_end(bus: Bus) -> None:
