@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,9 @@ def on_disk(one: Any, ids: Any, *agents: str) -> dict[str, Any]:
 
 
 def until_loading(one: Any, turn: Any) -> None:
+    end = time.monotonic() + 30
     while one.call(lambda: turn.job.phase) is not Phase.LOADING:
-        pass
+        assert time.monotonic() < end, turn.job.phase
 
 
 def test_a_cancelled_turn_gives_back_its_slots_though_the_disk_is_busy(
