@@ -17,7 +17,7 @@ from ..supervisor import WAITING_SECONDS
 from .scheduler import Scheduler
 
 MAX_HINTS = 32
-"""Hints that are kept to be tried again. Of more the oldest are forgotten: those turns load for themselves."""
+"""Hints kept to be tried again. Of more the oldest are forgotten; their turns load for themselves."""
 
 
 @dataclass(frozen=True)
