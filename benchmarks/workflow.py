@@ -4,9 +4,10 @@ Histories of 1.5K tokens; every reply has 16 tokens. All engines are alive at on
 each in turn a block of six turns, the first of them another one in each block, so that what disturbs the
 machine falls on all. What each is given:
 
-* ours: a budget of weights, a step's workspace and a pool for three agents; the others are in its files
-  (4-bit blocks). It is not told who speaks next. A block ends when what it has to write is on disk, which
-  no other variant waits for.
+* ours: a budget of weights, a step's workspace and a pool for three agents of 2048 tokens; the others are in
+  its files (4-bit blocks), but for what is still found in slots of that pool that nobody has needed since.
+  It is not told who speaks next. A block ends when what it has to write is on disk, which no other variant
+  waits for.
 * (a) the same engine and budget without persistence: an evicted agent is prefilled again. It starts with the
   last openings in memory, as the others do.
 * (b) mlx-lm, one sequence at a time, unquantised caches of three agents in memory, the others in files
@@ -317,7 +318,8 @@ def main() -> None:
         for variant in variants.values():
             variant.prime(whole.openings)
         results = play(variants, whole.turns)
-        assert persistent.loaded_blocks(), "agents are read from their files"
+        blocks_loaded = persistent.loaded_blocks()
+        assert blocks_loaded, "no agent was read from its files"
     rows: list[list[Any]] = [[n, len(r.ttft), r.per_turn, r.p50, r.p95] for n, r in results.items()]
     if llama is None:
         rows.append(["llama.cpp files", "not installed", "", "", ""])
@@ -337,6 +339,7 @@ def main() -> None:
         summary[f"seconds_per_turn_{key}"] = result.per_turn if result is not None else None
         summary[f"ttft_p50_ms_{key}"] = result.p50 if result is not None else None
         summary[f"ttft_p95_ms_{key}"] = result.p95 if result is not None else None
+    summary["blocks_loaded"] = blocks_loaded
     common.report(args, summary, ttft_ms={name: result.ttft for name, result in results.items()})
 
 
