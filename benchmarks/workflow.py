@@ -46,7 +46,7 @@ from offbook.runtime.models.load import LoadedModel
 
 AGENTS, IN_MEMORY, HISTORY = 10, 3, 1536
 MOST = 1792
-"""Tokens that a history has grown to at most, at the end."""
+"""Tokens of an agent that the pool is laid out for, three times; the longest end at some 1.9K."""
 REPLY_TOKENS, BLOCK_TURNS = 16, 6
 
 KEYS = {  # in the summary
