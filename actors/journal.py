@@ -37,6 +37,9 @@ Fault = Callable[[str], None]
 """Called in the journal's thread at each boundary, for crash tests: ``begin``, ``work:LABEL`` after each
 piece, ``commit`` and ``committed``."""
 
+KEEP_FREE = 32 << 20
+"""Bytes of the disk that are kept free for turns that have begun."""
+
 _GROUP_LIMIT = 1024
 """Pieces of work in one transaction: bounds the first one's latency, and amortises an fsync well enough."""
 
@@ -75,7 +78,7 @@ class Journal:
             turns which have begun can still commit.
     """
 
-    def __init__(self, path: Path, *, fault: Fault | None = None, min_free: int = 32 << 20) -> None:
+    def __init__(self, path: Path, *, fault: Fault | None = None, min_free: int = KEEP_FREE) -> None:
         self.path = path
         self._fault = fault
         self._min_free = min_free
@@ -91,7 +94,7 @@ class Journal:
 
     @classmethod
     async def open(
-        cls, path: str | os.PathLike[str], *, fault: Fault | None = None, min_free: int = 32 << 20
+        cls, path: str | os.PathLike[str], *, fault: Fault | None = None, min_free: int = KEEP_FREE
     ) -> Journal:
         """Open or create a journal.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import shutil
 import signal
 import threading
 import time
@@ -50,10 +51,14 @@ from offbook.bus.errors import (
 from offbook.runtime.child import EngineChild
 from offbook.runtime.config import (
     DEFAULT_MODEL,
+    LEAVE_FREE_BYTES,
+    MIB,
     EngineConfig,
     InvalidConfig,
     check_budget,
+    check_trace,
     default_store_dir,
+    format_bytes,
     parse_memory,
 )
 from offbook.runtime.describe import serve_descriptions
@@ -62,6 +67,9 @@ from offbook.runtime.lockfile import LockFile
 log = logging.getLogger("offbook.runtime")
 
 T = TypeVar("T")
+
+DISK_LOOK_S = 10.0
+"""Seconds between looks at the free space of the disk."""
 
 Until = Seconds | datetime | Callable[[], Awaitable[Any]] | None
 
@@ -139,7 +147,7 @@ class Runtime:
             budget_bytes=None if memory is None else check_budget(parse_memory(memory)),
             disk_cap_bytes=None if disk is None else parse_memory(disk, what="disk"),
             kv_bits=kv_bits,
-            trace=None if trace is None else str(Path(trace).absolute()),
+            trace=None if trace is None else check_trace(trace),
         )
         self.engine = EngineChild(self.config, self.run_dir) if engine else None
         self._clock = clock
@@ -199,6 +207,7 @@ class Runtime:
                 if self.engine is not None:
                     children.start_soon(self.engine.run, partial(self._engine_failed, children))
                     stack.push_async_callback(self.engine.end, partial(_ask_to_end, bus))
+                    children.start_soon(_warn_of_full_disk, self.run_dir)
                 host = Host(
                     self.name,
                     journal=journal,
@@ -360,6 +369,17 @@ class Runtime:
         if report is not None:
             return report
         return host.report(turns)
+
+
+async def _warn_of_full_disk(folder: Path) -> None:
+    """Say it once when the disk has so little room left that agents' memory is not kept on it any more."""
+    while (free := shutil.disk_usage(folder).free) >= LEAVE_FREE_BYTES + MIB * 16:
+        await anyio.sleep(DISK_LOOK_S)
+    log.warning(
+        "the disk of %s has %s left; the last %s are kept for messages, so agents' memory that was unused "
+        "longest goes from the disk, or is not saved: free some space, or bound it with disk=",
+        folder, format_bytes(free), format_bytes(LEAVE_FREE_BYTES),
+    )  # fmt: skip
 
 
 async def _ask_to_end(bus: Bus) -> None:

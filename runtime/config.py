@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from offbook.actors.journal import KEEP_FREE
 from offbook.bus.errors import OffbookError
 from offbook.runtime.limits import available_bytes, cgroup_headroom_bytes, cgroup_limit_bytes, machine_bytes
 
@@ -101,6 +102,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise InvalidConfig(f"engine configuration is not JSON: {exc}") from exc
 
 
+LEAVE_FREE_BYTES = 2 * KEEP_FREE
+"""Bytes of the disk that KV leaves free: what the journal needs, so that messages can still be taken, and
+as much again for what is written between two looks."""
+
+
 def parse_memory(value: int | str, *, what: str = "memory") -> int:
     """Bytes from ``"2 GiB"``, ``"900MiB"``, ``"1.5g"``, ``"1024"`` or an int.
 
@@ -149,6 +155,27 @@ def check_budget(size: int) -> int:
             f"({format_bytes(machine)}): give less, or None for what can be spared"
         )
     return size
+
+
+def check_trace(path: str | os.PathLike[str]) -> str:
+    """The absolute path of a trace file that can be written, else ``InvalidConfig``. Makes its folder."""
+    file = Path(path).absolute()
+    if file.is_dir():
+        raise InvalidConfig(
+            f"trace is {str(path)!r}, a folder: give a file in it, such as {file / 'trace.json'}"
+        )
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        known = file.exists()
+        file.open("ab").close()
+        if not known:
+            file.unlink()
+    except (OSError, ValueError) as exc:
+        raise InvalidConfig(
+            f"trace is {str(path)!r}, which cannot be written ({getattr(exc, 'strerror', None) or exc}): "
+            "give a file in a folder of yours"
+        ) from exc
+    return str(file)
 
 
 def format_bytes(size: int | float) -> str:

@@ -212,9 +212,12 @@ class EngineLoop:
         sizes = pool_sizes(self.spec, self.scheme, left)
         if sizes.pages < self.scheme.pages or min(sizes.group_slots, default=1) < 1:
             least = self.weights_bytes + self.workspace + 2 * self.spec.agent_bytes(1024, self.scheme)
-            budget, kv, weights, work, enough = (
+            budget, kv, weights, work = (
                 f"{size / MIB:.0f} MiB"
-                for size in (self.budget_bytes, max(0, left), self.weights_bytes, self.workspace, least)
+                for size in (self.budget_bytes, max(0, left), self.weights_bytes, self.workspace)
+            )
+            enough = (
+                f"{max(-(-least // MIB), self.budget_bytes // MIB + 1)} MiB"  # never what was just refused
             )
             raise ContextTooLarge(
                 f"a memory budget of {budget} leaves {kv} for agents' memory beside {weights} of weights "

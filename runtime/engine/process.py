@@ -22,7 +22,7 @@ import anyio
 from offbook.bus import connect
 from offbook.bus.errors import ContextTooLarge, ModelError, OffbookError, UnknownModel, to_wire
 
-from ..config import EngineConfig, InvalidConfig, default_budget_bytes
+from ..config import LEAVE_FREE_BYTES, EngineConfig, InvalidConfig, default_budget_bytes
 from ..models.blas import preload_blas
 
 EX_CONFIG = 78
@@ -165,6 +165,7 @@ def build_loop(config: EngineConfig) -> Any:
             fingerprint=fingerprint,
             layout=layout,
             cap_bytes=config.disk_cap_bytes,
+            min_free=LEAVE_FREE_BYTES,
             pending_bytes=IO_BYTES,
         )
 

@@ -88,6 +88,11 @@ class Disk:
         """A name for a temporary file that no other has."""
         return f"{folder}/{os.getpid()}-{self.serial()}"
 
+    def free(self, path: str) -> int:
+        """Bytes of the disk of ``path`` that are left for this process."""
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
     def write(self, path: str, buffers: Sequence[Any]) -> None:
         """Make a new file of these buffers and bring it to the disk. Leaves nothing behind if it fails."""
         self.step("open", path)

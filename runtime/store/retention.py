@@ -7,6 +7,7 @@ evicted for an entry that could not fit even then: it alone is refused.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -19,7 +20,7 @@ from .state import State
 def reserve(state: State, nbytes: int, keep: bytes | None) -> Full | None:
     """Reserve ``nbytes`` of disk, evicting as needed but never the agent ``keep``. Full if it cannot fit.
 
-    OSError if an eviction could not remove its files.
+    OSError if an eviction could not remove its files, or the disk has no room beside what others need.
     """
     if state.cap_bytes is not None and _over(state, nbytes):
         with state.lock:
@@ -30,6 +31,14 @@ def reserve(state: State, nbytes: int, keep: bytes | None) -> Full | None:
         if _over(state, nbytes):
             state.count("refused")
             return Full(f"{nbytes} bytes do not fit the cap of {state.cap_bytes} bytes")
+    if _lacking(state, nbytes) > 0:
+        _leave_free(state, nbytes, keep)
+        if _lacking(state, nbytes) > 0:
+            state.count("refused")
+            free = state.disk.free(str(state.paths.root)) >> 20
+            raise OSError(
+                errno.ENOSPC, f"{free} MiB are left, {state.min_free >> 20} MiB are kept for others"
+            )
     with state.lock:
         state.reserved_bytes += nbytes
     return None
@@ -42,9 +51,32 @@ def release(state: State, nbytes: int) -> None:
 
 
 def shrink(state: State) -> None:
-    """Bring the store under its cap, after a restart with a smaller one."""
+    """Bring the store under its cap, after a restart with a smaller one, and leave others their room."""
     if _over(state, 0):
         _evict(state, 0, None)
+    _leave_free(state, 0, None)
+
+
+def _lacking(state: State, nbytes: int) -> int:
+    """Bytes of the disk that would be missing to others beside ``nbytes`` more; 0 or less for none."""
+    if not state.min_free:
+        return 0
+    return state.min_free + state.reserved_bytes + nbytes - state.disk.free(str(state.paths.root))
+
+
+def _leave_free(state: State, nbytes: int, keep: bytes | None) -> None:
+    """Evict in order until others have their room beside ``nbytes``; nothing, if that cannot be reached."""
+    lacking = _lacking(state, nbytes)
+    if lacking <= 0:
+        return
+    with state.lock:
+        mine = state.index.file_bytes + state.quarantine_bytes - _kept_bytes(state, keep)
+    if lacking > mine:
+        return
+    for action in _victims(state, keep):
+        if _lacking(state, nbytes) <= 0:
+            return
+        action()
 
 
 def _over(state: State, nbytes: int) -> bool:

@@ -38,6 +38,7 @@ class State:
         *,
         fingerprint: str,
         cap_bytes: int | None,
+        min_free: int = 0,
         disk: Disk,
         clock: Callable[[], float],
         retry_seconds: float,
@@ -47,6 +48,7 @@ class State:
         self.paths = Paths(root)
         self.fingerprint = fingerprint
         self.cap_bytes = cap_bytes
+        self.min_free = min_free
         self.disk = disk
         self.clock = clock
         self.retry_seconds = retry_seconds

@@ -59,6 +59,7 @@ class BlockStore:
         fingerprint: str,
         layout: Sequence[TensorSpec],
         cap_bytes: int | None = None,
+        min_free: int = 0,
         snapshots: int = 4,
         write_threads: int = 2,
         load_threads: int = 2,
@@ -76,6 +77,8 @@ class BlockStore:
             fingerprint: of model, tokenizer, template and KV scheme; part of every block's identity.
             layout: the tensors of a block in file order, each layer group's together.
             cap_bytes: bound on everything in the folder, or None.
+            min_free: bytes of the disk to leave to others. With less free, the store gives up what was
+                unused longest, and if that is not enough saves nothing (``Full``).
             snapshots: how many of an agent's latest tails to keep, for ``load_tail(at=...)``.
             pending_bytes: bound on data queued for writing; above it puts are ``Busy``.
             retry_seconds: how long a full or read-only disk is left alone before the next try.
@@ -99,6 +102,7 @@ class BlockStore:
             Path(root).absolute(),
             fingerprint=fingerprint,
             cap_bytes=cap_bytes,
+            min_free=min_free,
             disk=disk or Disk(),
             clock=clock,
             retry_seconds=retry_seconds,

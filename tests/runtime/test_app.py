@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -16,6 +17,7 @@ from offbook.actors import Actor, Agent, Message, Request, VirtualClock, on
 from offbook.bus import connect
 from offbook.bus.errors import InvalidAddress, InvalidRequest, NoSuchActor, UnknownModel
 from offbook.runtime import InvalidConfig, Runtime, RuntimeInUse, hours, minutes, seconds
+from offbook.runtime import app as app_module
 from offbook.runtime import child as child_module
 from offbook.runtime.config import EngineConfig
 
@@ -198,6 +200,9 @@ async def test_without_an_engine_it_is_said_at_once() -> None:
         ("team", {"disk": "-1"}, InvalidConfig, "disk"),
         ("team", {"kv_bits": 5}, InvalidConfig, "kv_bits"),
         ("team", {"model": " "}, InvalidConfig, "model"),
+        ("team", {"trace": "/proc"}, InvalidConfig, "a folder"),
+        ("team", {"trace": "/proc/trace.json"}, InvalidConfig, "/proc/trace.json"),
+        ("team", {"trace": "/dev/null/trace.json"}, InvalidConfig, "cannot be written"),
     ],
 )
 def test_a_wrong_setting_is_refused_when_it_is_given(
@@ -205,6 +210,28 @@ def test_a_wrong_setting_is_refused_when_it_is_given(
 ) -> None:
     with pytest.raises(error, match=names):
         Runtime(name, **settings)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_a_trace_that_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "deeper" / "new.json"
+    old.write_text("[")
+    assert Runtime("team", trace=old).config.trace == str(old)
+    assert old.read_text() == "["
+    Runtime("team", trace=new)
+    assert not new.exists()
+
+
+async def test_a_disk_with_little_room_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(app_module, "DISK_LOOK_S", 0.001)
+    free = 50 << 20
+    monkeypatch.setattr(app_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    async with Runtime("team") as rt:
+        await rt.spawn(Neighbour, "ann")  # there is room for messages
+        await anyio.sleep(0.02)
+    assert caplog.text.count("agents' memory that was unused longest goes") == 1
+    assert "50 MiB left" in caplog.text
 
 
 async def test_outside_of_async_with_it_says_how_to_use_it() -> None:
