@@ -203,6 +203,9 @@ async def main(days: int = 3, *, memory: int | str | None = None, stay: bool = F
         for name, trade in TRADES.items():
             await rt.spawn(Villager, name, trade=trade)
             await rt.tell(f"villager/{name}", Story(life_story(name, trade)), once=f"story of {name}")
+        if stay:
+            print('the village is up: ask villager/ann, as in: offbook ask villager/ann "Who are you?"; '
+                  "offbook ps shows all", flush=True)  # fmt: skip
         for day in range(days):
             teller = list(TRADES)[day % len(TRADES)]
             await rt.tell(f"villager/{teller}", Rumour(day, NEWS[day % len(NEWS)]), once=f"news of day {day}")

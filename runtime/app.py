@@ -63,6 +63,7 @@ from offbook.runtime.config import (
 )
 from offbook.runtime.describe import serve_descriptions
 from offbook.runtime.lockfile import LockFile
+from offbook.runtime.waiting import ask_engine
 
 log = logging.getLogger("offbook.runtime")
 
@@ -272,13 +273,17 @@ class Runtime:
         return stats
 
     async def set_memory(self, budget: int | str) -> EngineStats:
-        """Change the engine's memory budget while it runs.
+        """Change the engine's memory budget while it runs. While it loads or restarts, this waits for it.
 
         Raises:
             InvalidConfig, ContextTooLarge: not a size, or less than the model itself needs.
+            EngineBusy: it is still loading after a minute.
         """
         request = SetMemory(budget_bytes=check_budget(parse_memory(budget)))
-        stats: EngineStats = await self.bus.ask(ENGINE_ADDRESS, request, timeout=120, returns=EngineStats)
+        engine = self.engine
+        stats = await ask_engine(
+            self.bus, request, expected=lambda: engine is not None and engine.failure is None
+        )
         if self.engine is not None:
             # Also for an engine that is started after this one.
             self.config = msgspec.structs.replace(self.config, budget_bytes=request.budget_bytes)
@@ -373,7 +378,8 @@ class Runtime:
 
 async def _warn_of_full_disk(folder: Path) -> None:
     """Say it once when the disk has so little room left that agents' memory is not kept on it any more."""
-    while (free := shutil.disk_usage(folder).free) >= LEAVE_FREE_BYTES + MIB * 16:
+    enough = LEAVE_FREE_BYTES + 16 * MIB
+    while (free := shutil.disk_usage(folder).free) >= enough:  # noqa: ASYNC110  # disks have no events
         await anyio.sleep(DISK_LOOK_S)
     log.warning(
         "the disk of %s has %s left; the last %s are kept for messages, so agents' memory that was unused "

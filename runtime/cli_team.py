@@ -8,6 +8,8 @@ import importlib.util
 import json
 import runpy
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,10 +25,12 @@ from offbook.bus import Bus, connect, parse_address
 from offbook.bus.address import check_name
 from offbook.bus.errors import InvalidRequest, NoSuchActor, OffbookError
 from offbook.bus.security import home
+from offbook.runtime.child import LONGEST_PAUSE_S
 from offbook.runtime.cli_output import console
 from offbook.runtime.config import format_bytes, parse_memory
 from offbook.runtime.describe import Describe, Kind, text_message
 from offbook.runtime.lockfile import LockFile
+from offbook.runtime.waiting import ask_engine
 
 RuntimeName = Annotated[
     str | None,
@@ -300,5 +304,18 @@ def memory(
 async def _memory(name: str, budget: int | None) -> EngineStats:
     async with connect(name) as bus:
         request = Stats() if budget is None else SetMemory(budget_bytes=budget)
-        stats: EngineStats = await bus.ask(ENGINE_ADDRESS, request, timeout=120, returns=EngineStats)
-    return stats
+        return await ask_engine(bus, request, expected=_engine_expected(name))
+
+
+def _engine_expected(name: str) -> Callable[[], bool]:
+    """Whether a team has an engine process, serving or not; between two of them there are some seconds."""
+    lock = LockFile(home() / name / "engine.lock")
+    held_at = time.monotonic() if lock.path.exists() else float("-inf")
+
+    def expected() -> bool:
+        nonlocal held_at
+        if lock.held():
+            held_at = time.monotonic()
+        return time.monotonic() - held_at < LONGEST_PAUSE_S + 1
+
+    return expected

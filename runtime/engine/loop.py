@@ -216,9 +216,8 @@ class EngineLoop:
                 f"{size / MIB:.0f} MiB"
                 for size in (self.budget_bytes, max(0, left), self.weights_bytes, self.workspace)
             )
-            enough = (
-                f"{max(-(-least // MIB), self.budget_bytes // MIB + 1)} MiB"  # never what was just refused
-            )
+            # Rounded up, and never what was just refused.
+            enough = f"{max(-(-least // MIB), round(self.budget_bytes / MIB) + 1)} MiB"
             raise ContextTooLarge(
                 f"a memory budget of {budget} leaves {kv} for agents' memory beside {weights} of weights "
                 f"and {work} of workspace; give at least {enough}"

@@ -14,12 +14,14 @@ import anyio
 import pytest
 
 from offbook.actors import Actor, Agent, Message, Request, VirtualClock, on
+from offbook.actors.lm import Stats
 from offbook.bus import connect
-from offbook.bus.errors import InvalidAddress, InvalidRequest, NoSuchActor, UnknownModel
+from offbook.bus.errors import EngineBusy, InvalidAddress, InvalidRequest, NoSuchActor, UnknownModel
 from offbook.runtime import InvalidConfig, Runtime, RuntimeInUse, hours, minutes, seconds
 from offbook.runtime import app as app_module
 from offbook.runtime import child as child_module
 from offbook.runtime.config import EngineConfig
+from offbook.runtime.waiting import ask_engine
 
 FAKE = Path(__file__).with_name("fake_engine.py")
 
@@ -119,6 +121,27 @@ async def test_the_engine_is_replaced_when_it_is_killed() -> None:
         assert await rt.ask("neighbour/ann", Ask("Still there?")) == "You said: Still there?"
         assert rt.engine.pid not in (None, pid)
         assert rt.engine.restarts == 1
+
+
+async def test_a_budget_set_while_the_engine_loads_waits_for_it() -> None:
+    async with Runtime("team") as rt:
+        with pytest.raises(NoSuchActor):
+            await rt.stats()  # it is not there yet
+        stats = await rt.set_memory("1 GiB")
+        assert stats.model == "fake"
+        assert rt.config.budget_bytes == 1 << 30
+    async with Runtime("team", engine=False) as rt:
+        with pytest.raises(NoSuchActor):
+            await rt.set_memory("1 GiB")
+    async with Runtime("team", model="missing") as rt:
+        with pytest.raises(UnknownModel):
+            await rt.set_memory("1 GiB")
+
+
+async def test_an_engine_that_loads_for_long_is_said_to_load() -> None:
+    async with Runtime("team", engine=False) as rt:
+        with pytest.raises(EngineBusy, match="loading its model"):
+            await ask_engine(rt.bus, Stats(), expected=lambda: True, patience=0.0)
 
 
 async def test_no_process_is_left_at_the_end() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from offbook.bus.errors import InvalidRequest, UnknownMessageType
 from offbook.runtime import cli
 from offbook.runtime.describe import FieldInfo, MessageInfo, text_message
+from offbook.runtime.lockfile import LockFile
 
 SCRIPT = Path(__file__).with_name("team_script.py")
 
@@ -175,3 +177,20 @@ def test_a_text_goes_to_the_request_that_holds_one_text() -> None:
         text_message(known, "x", "Count")
     with pytest.raises(InvalidRequest, match="several"):
         text_message([*known, message("Beg", field("favour"))], "x")
+
+
+def test_memory_waits_for_an_engine_that_loads_or_is_started_again(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The script kills its engine, whose next one the command meets as it starts."""
+    command = [sys.executable, "-m", "offbook.runtime.cli", "run", str(SCRIPT)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        engine = LockFile(home / "team" / "engine.lock").holder()
+        assert engine is not None
+        os.kill(engine, signal.SIGKILL)
+        assert cli.run(["memory", "2GiB"]) == 0
+        assert "budget" in capsys.readouterr().out
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=20)[0] == "down\n"

@@ -46,7 +46,9 @@ async def served(ask: Callable[[], Awaitable[Any]]) -> Any:
                 await anyio.sleep(0.02)
 
 
-async def test_news_goes_round_once_also_if_the_script_runs_again(fake_engine: None) -> None:
+async def test_news_goes_round_once_also_if_the_script_runs_again(
+    fake_engine: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     await village.main(days=1)
     await village.main(days=2)
     async with anyio.create_task_group() as tasks:
@@ -62,6 +64,8 @@ async def test_news_goes_round_once_also_if_the_script_runs_again(fake_engine: N
                 for _ in range(2 * len(TRADES)):
                     tally.add((await anext(events)).decode(Turn))
             assert tally.lost_and_repeated(heard, 2) == (0, 0)
+            said = capsys.readouterr().out
+            assert said.count("\n") == said.count("the village is up: ask villager/ann") == 1
             example = [sys.executable, str(ROOT / "examples" / "ask.py"), "ann", "Plans?"]
             done = await anyio.run_process(example)
             assert done.stdout.decode() == "You said: Plans?\n"
