@@ -161,7 +161,7 @@ class Journal:
             raise JournalInUse(f"{self.path} is open in another process; stop that one first") from exc
         try:
             self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
-            schema.prepare(self._db)
+            schema.prepare(self._db, self.path)
         except BaseException:
             if self._db is not None:
                 self._db.close()

@@ -6,7 +6,9 @@ transaction, a newer one is refused.
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
+from pathlib import Path
 
 from offbook.bus.errors import StateNotLoadable
 
@@ -74,11 +76,15 @@ _MIGRATIONS: dict[int, str] = {
 }
 
 
-def prepare(db: sqlite3.Connection) -> None:
-    """Set the connection up and bring its schema to this version.
+_NO_ROOM = 1 << 20
+"""Bytes: with less left of a disk, its room is taken to be what an error is about."""
+
+
+def prepare(db: sqlite3.Connection, path: Path) -> None:
+    """Set the connection to the file at ``path`` up and bring its schema to this version.
 
     Raises:
-        StateNotLoadable: the file was written by a newer offbook, or is not a journal.
+        StateNotLoadable: the file was written by a newer offbook, or is not a journal; or the disk is full.
     """
     try:
         db.execute("PRAGMA journal_mode=WAL")
@@ -88,11 +94,14 @@ def prepare(db: sqlite3.Connection) -> None:
         (have,) = db.execute("PRAGMA user_version").fetchone()
         if have > VERSION:
             raise StateNotLoadable(
-                f"the journal has schema version {have}, this offbook knows {VERSION}; run the newer offbook",
+                f"the journal {path} has schema version {have}, this offbook knows {VERSION}; "
+                "run the newer offbook",
                 version=have,
                 known=VERSION,
             )
         for version in range(have + 1, VERSION + 1):
             db.executescript(f"BEGIN; {_MIGRATIONS[version]} PRAGMA user_version={version}; COMMIT;")
     except sqlite3.DatabaseError as exc:
-        raise StateNotLoadable(f"the journal cannot be used: {exc}") from exc
+        free = shutil.disk_usage(path.parent).free
+        hint = f"; the disk is full ({free >> 10} KiB left): free some space" if free < _NO_ROOM else ""
+        raise StateNotLoadable(f"the journal {path} cannot be used: {exc}{hint}", path=str(path)) from exc

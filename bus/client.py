@@ -22,6 +22,7 @@ from offbook.bus.body import encode_body
 from offbook.bus.curve import KeyPair, arm_client, check_key, client_keys
 from offbook.bus.envelope import MAX_CHAIN, Envelope, Kind, new_id
 from offbook.bus.errors import (
+    ConnectionLost,
     CycleError,
     DeadlineExceeded,
     InvalidRequest,
@@ -29,7 +30,7 @@ from offbook.bus.errors import (
 from offbook.bus.exchange import Exchange
 from offbook.bus.inbox import Inbox
 from offbook.bus.request import Request
-from offbook.bus.security import resolve_endpoint
+from offbook.bus.security import resolve_endpoint, running
 from offbook.bus.streams import Deliveries, ReplyStream, Subscription
 
 TIMEOUT = 60.0
@@ -77,7 +78,14 @@ async def connect(
     async with anyio.create_task_group() as tasks:
         try:
             tasks.start_soon(bus._exchange.keep_connected)
-            await bus._exchange.first_link(timeout)
+            try:
+                await bus._exchange.first_link(timeout)
+            except ConnectionLost as exc:
+                if "://" in target:
+                    raise
+                others = [other for other in running() if other != target]
+                there = f"running are: {', '.join(others)}" if others else "no other is running"
+                raise ConnectionLost(f"runtime {target!r}: {exc.message}; {there}", **exc.details) from exc
             yield bus
         except Exception as exc:
             failure = exc

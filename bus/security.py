@@ -6,6 +6,7 @@ Owns folders and endpoints: every folder is 0700 and belongs to us, or is refuse
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from offbook.bus.address import check_name
-from offbook.bus.errors import EndpointInUse, InvalidRequest, ProtocolError
+from offbook.bus.errors import EndpointInUse, InvalidRequest, OffbookError, ProtocolError
 
 MAX_IPC_PATH = 103
 """Bytes in the path of a Unix socket that every supported system takes (macOS 103, Linux 107)."""
@@ -90,6 +91,18 @@ def socket_path(name: str) -> Path:
         path = Path(f"/tmp/offbook-{os.getuid()}") / f"{digest}.sock"
     private_folder(path.parent)
     return path
+
+
+def running() -> list[str]:
+    """The runtimes of this user whose broker listens now, by name: as well as can be told from outside."""
+    names = []
+    with contextlib.suppress(OSError):  # no runtime was ever started here
+        for folder in sorted(home().iterdir()):
+            with contextlib.suppress(OffbookError, OSError, ValueError):  # it is none, or does not run
+                path = socket_path(folder.name)
+                os.kill(int(path.with_name(path.name + ".lock").read_text()), 0)
+                names.append(folder.name)
+    return names
 
 
 def endpoint_for(name: str) -> str:

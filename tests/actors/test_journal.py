@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import anyio.lowlevel
@@ -22,6 +23,7 @@ from offbook.actors import (
     Request,
     StateNotLoadable,
     on,
+    schema,
 )
 from offbook.actors.schema import VERSION
 from offbook.actors.testing import stored_state, team
@@ -90,8 +92,15 @@ async def test_a_newer_or_foreign_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StateNotLoadable, match=f"schema version {VERSION + 1}"):
         await Journal.open(tmp_path / "new")
     (tmp_path / "noise").write_bytes(b"not a database" * 1000)
-    with pytest.raises(StateNotLoadable, match="cannot be used"):
+    with pytest.raises(StateNotLoadable, match=r"/noise cannot be used: file is not a database$"):
         await Journal.open(tmp_path / "noise")
+
+
+async def test_a_full_disk_is_said_to_be_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "_MIGRATIONS", {1: "SELECT * FROM nothing;"})
+    monkeypatch.setattr(schema.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    with pytest.raises(StateNotLoadable, match=r"/j cannot be used: .*the disk is full \(4 KiB left\)"):
+        await Journal.open(tmp_path / "j")
 
 
 async def test_it_is_durable_by_its_settings(tmp_path: Path) -> None:

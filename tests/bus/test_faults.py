@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
-from offbook.bus import Broker, Delivery, connect
+from offbook.bus import Broker, Delivery, connect, endpoint_for, run_dir
 from offbook.bus.errors import ConnectionLost, EndpointInUse, NoSuchActor, OffbookError, ProtocolError
 
 
@@ -232,6 +232,22 @@ async def test_no_broker_is_a_clear_error(endpoint: str) -> None:
     with pytest.raises(ConnectionLost, match="is it running"):
         async with connect(endpoint, timeout=0.1):
             pass
+
+
+async def test_a_runtime_that_does_not_run_is_named_with_those_that_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFBOOK_HOME", str(tmp_path))
+    with pytest.raises(ConnectionLost, match=r"runtime 'nope': .*no other is running"):
+        async with connect("nope", timeout=0.1):
+            pass
+    run_dir("stopped")
+    for name in ("town", "village"):
+        run_dir(name)
+    async with Broker(endpoint_for("town")), Broker(endpoint_for("village")):
+        with pytest.raises(ConnectionLost, match=r"runtime 'nope': .*running are: town, village$"):
+            async with connect("nope", timeout=0.1):
+                pass
 
 
 async def test_a_client_may_start_before_its_broker(endpoint: str, kit: Any) -> None:
