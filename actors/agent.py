@@ -15,6 +15,7 @@ from offbook.bus.errors import InvalidRequest
 
 from . import statements
 from .actor import Actor, spec_of
+from .engine import LONGEST_CALL
 from .lm import SamplingParams, StateHandle
 from .memory import AgentMemory, FullContext, fold
 from .records import Birth, Fork
@@ -162,7 +163,8 @@ class Agent(Actor):
         """Ask the engine where the memory is now."""
         turn, memory = self._now_turn(), self._memory()
         reference = memory.reference(self.id, self.persona(), pinned=self.pinned)
-        return await turn.port.engine.locate(reference, seconds=turn.time_left(60.0))
+        with turn.waiting_for_engine():
+            return await turn.port.engine.locate(reference, seconds=turn.time_left(LONGEST_CALL))
 
     async def fork(self, key: str, **changes: Any) -> str:
         """Make a new agent of this class that remembers everything this one does. Returns its address.

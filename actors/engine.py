@@ -140,11 +140,25 @@ class Engine:
         return generated
 
     async def locate(self, memory: MemoryRef, *, seconds: float) -> StateHandle:
-        """Where the KV of a transcript is now."""
-        handle: StateHandle = await self._bus.ask(
-            ENGINE_ADDRESS, Locate(memory=memory), timeout=seconds, returns=StateHandle
-        )
-        return handle
+        """Where the KV of a transcript is now. Waits ``seconds`` at most for an engine that is away.
+
+        Raises:
+            DeadlineExceeded, EngineFailed, NoSuchActor: there is none.
+        """
+        end = time.monotonic() + min(seconds, self._patience)
+        delay, longest = _DELAY
+        while True:
+            try:
+                handle: StateHandle = await self._bus.ask(
+                    ENGINE_ADDRESS, Locate(memory=memory), timeout=min(seconds, 60.0), returns=StateHandle
+                )
+                return handle
+            except (ConnectionLost, NoSuchActor):
+                if time.monotonic() + delay > end:
+                    raise
+            self.retries += 1
+            await anyio.sleep(delay)
+            delay = min(delay * 2, longest)
 
     async def hint(self, message: Prefetch | Forget) -> None:
         """Send a hint; an absent engine needs none."""

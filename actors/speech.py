@@ -163,11 +163,8 @@ async def perform(agent: Agent, turn: Turn, plan: Plan, emit: Emit | None) -> Re
             if emit is not None:
                 await emit(generated.text)
         else:
-            turn.port.engine_wait(turn.message, True)
-            try:
+            with turn.waiting_for_engine():
                 generated = await _generate(turn, plan, request, body, emit)
-            finally:
-                turn.port.engine_wait(turn.message, False)
             await turn.keep_call(number, body, encode(generated))
         memory.absorb(request.memory.transcript, generated)
     return Reply(

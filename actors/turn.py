@@ -7,8 +7,9 @@ answer (``progress``).
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from hashlib import blake2b
 from random import Random
@@ -213,6 +214,15 @@ class Turn:
         await self._progress(piece)
 
     # -- language-model calls -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def waiting_for_engine(self) -> Iterator[None]:
+        """For calls to the engine: a process that ends within this block has not used up a try."""
+        self.port.engine_wait(self.message, True)
+        try:
+            yield
+        finally:
+            self.port.engine_wait(self.message, False)
 
     def next_call(self) -> int:
         """The number of the next call in this turn; the same in every try that does the same."""

@@ -173,3 +173,27 @@ def test_a_message_that_kills_the_process_is_given_up_and_reported(
     with caplog.at_level(logging.ERROR, logger="offbook.actors"):
         assert anyio.run(run) == 0
     assert "gave up after" in caplog.text
+
+
+async def test_a_turn_that_asks_where_its_memory_is_waits_for_the_engine(tmp_path: Path) -> None:
+    class Where(Request[str]):
+        pass
+
+    class Lost(Agent):
+        supervision = QUICK
+
+        @on
+        async def where(self, ask: Where) -> str:
+            return (await self.locate()).where
+
+    async with team(tmp_path, engine=False) as (host, engine), anyio.create_task_group() as tasks:
+        await host.register(Lost)
+
+        async def come() -> None:
+            while not host.engine.retries:
+                await anyio.sleep(0.01)
+            await tasks.start(engine.run)
+
+        tasks.start_soon(come)
+        assert await host.ask("lost/a", Where()) == "hot"
+        tasks.cancel_scope.cancel()
