@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+from offbook.actors.journal import Journal
 from offbook.runtime.store import Full, ReadOnly
 from offbook.runtime.store.disk import Disk
 
@@ -77,3 +78,15 @@ def test_a_read_only_disk_serves_and_later_saves_again(kit, open_store, small_di
     again = open_store(**options)
     assert kit.check(again, "ann", 600) == (2, True)
     assert kit.check(again, "bob", 300) == (1, True)
+
+
+async def test_a_journal_on_the_same_disk_still_takes_messages(kit, open_store, small_disk):
+    reserve = 800_000
+    journal = await Journal.open(small_disk / "journal", min_free=reserve // 2)
+    store = open_store(root=small_disk / "kv", disk=Disk(), min_free=reserve)
+    for number in range(30):  # more than the disk holds
+        assert kit.save(store, f"a{number}", 1500).ok
+    assert len(store.agents()) < 30
+    assert kit.check(store, "a29", 1500) == (5, True)
+    await journal.do("put", lambda db: db.execute("INSERT INTO once VALUES ('a', NULL)"), admits=True)
+    await journal.close()
