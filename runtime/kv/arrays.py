@@ -27,6 +27,10 @@ LayerArrays = dict[str, mx.array]
 """Tensors of one layer, by the part of the name behind the layer: ``k.packed``, ``v.scales``, ..."""
 
 
+KEPT_VIEWS = 512
+"""Slots whose views are kept, some 20 KB each. Making them anew would take as long as reading the block."""
+
+
 def to_bits(x: mx.array) -> mx.array:
     """bfloat16 as its bits (uint16), the form the pool keeps."""
     return x.astype(mx.bfloat16).view(mx.uint16)
@@ -59,6 +63,7 @@ class PoolArrays:
         self.blocks: dict[int, LayerArrays] = {}
         self.pages: dict[int, LayerArrays] = {}
         self._views: dict[int, NDArray[Any]] = {}
+        self._slot_views: dict[tuple[int, int], list[NDArray[Any]]] = {}
         self._of = {
             layer.index: scheme.of(layer.index, windowed=layer.window is not None)
             for layer in spec.attention_layers
@@ -115,12 +120,20 @@ class PoolArrays:
         In host mode they are the pool's own memory: reading into them fills the slot. Otherwise they
         are copies; ``put_block`` writes such copies back.
         """
-        out = []
-        for layout in self._group_layouts[group]:
-            _, index, name = layout.name.split(".", 2)
-            array = self.blocks[int(index)][name]
-            out.append(self.view(array)[slot] if self.host else np.array(array[slot]))
-        return out
+        if not self.host:
+            return [np.array(array[slot]) for array in self._block_arrays(group)]
+        views = self._slot_views.get((group, slot))
+        if views is None:
+            if len(self._slot_views) >= KEPT_VIEWS:
+                self._slot_views.clear()
+            views = [self.view(array)[slot] for array in self._block_arrays(group)]
+            self._slot_views[group, slot] = views
+        return list(views)
+
+    def _block_arrays(self, group: int) -> list[mx.array]:
+        """The pool's arrays of a group, in file order."""
+        named = (layout.name.split(".", 2) for layout in self._group_layouts[group])
+        return [self.blocks[int(index)][name] for _, index, name in named]
 
     def empty_block(self, group: int) -> list[NDArray[Any]]:
         """Staging memory for one block of a group, in file order (device mode)."""

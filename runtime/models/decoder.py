@@ -43,8 +43,6 @@ taken for its approximation with tanh, several times as much."""
 FAR = 70_001
 """A position at which what depends on positions shows: some models scale their queries by them."""
 
-LARGEST = 127
-
 NORMS = (
     # before attention, after it, before the gated block, after it
     ("input_layernorm", None, "post_attention_layernorm", None),
@@ -181,8 +179,7 @@ class Decoder:
     """A model's forward in the kernel. Made by ``find``.
 
     Attributes:
-        limit: tokens that are read in one forward at most. Whole chunks of long prompts are products large
-            enough for OpenBLAS.
+        limit: tokens that are read in one forward at most; more at once are MLX's.
     """
 
     def __init__(
@@ -212,7 +209,7 @@ class Decoder:
             for module, arrays in zip(w.modules, w.arrays, strict=True)
         ]
         self.factor = np.float32(1)
-        self.limit = min(LIMITS[native_library.instruction_set_in_use()], LARGEST)
+        self.limit = LIMITS[native_library.instruction_set_in_use()]
         library = native_library.library()
         self._in, self._out, self._logits = (
             library.offbook_block_in,
