@@ -131,8 +131,9 @@ async def parent_gone() -> None:
     parent = os.environ.get("OFFBOOK_PARENT_PID")
     if parent is None:
         await anyio.sleep_forever()
+    # Often enough that this engine is gone before the next host of the same name can take it for its own.
     while os.getppid() == int(parent or 0):  # noqa: ASYNC110 (the kernel has no event for it here)
-        await anyio.sleep(0.5)
+        await anyio.sleep(0.05)
     log.warning("the host (process %s) is gone", parent)
 
 

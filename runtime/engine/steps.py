@@ -111,7 +111,8 @@ class Steps:
             job.source, table.restored = "warm", False
         job.reused = plan.tokens
         if (ahead := self.memory.loading.get(job.key)) is not None:
-            # Its memory is on the way since its message came; now somebody waits for it.
+            # Its memory is on the way from disk since its message came; now somebody waits for it.
+            job.source, job.reused = "warm", ahead.plan.tokens
             self.memory.promote(job.key)
             started: AgentTable | Loading = ahead
         else:

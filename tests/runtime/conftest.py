@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import queue
@@ -230,6 +231,8 @@ class Rig:
     pages: int = 24
     host: bool = True
     native: bool = False
+    whole: bool = True
+    """With ``native``: few tokens' whole forward is the kernel's, not attention alone, as in the engine."""
     folder: Path | None = None
     fingerprint: str = "f" * 64
 
@@ -239,12 +242,14 @@ class Rig:
         sizes = [self.slots] * len(self.spec.groups)
         self.arrays = PoolArrays(self.spec, self.scheme, sizes, self.pages, host=self.host)
         front = NativeAttention(self.arrays) if self.native else None
-        # As the engine has it: few tokens go through the kernel as a whole, where the model is one for it.
-        served = None
-        if front is not None:
-            linear.install(self.model)
-            served = decoder.find(self.model, self.spec)
-        self.batch = Batch(self.model, self.arrays, self.pool, native=front, decoder=served)
+        # As the engine has it: few tokens go through the kernel as a whole, where the model is one for it. A
+        # copy, since ``model`` is what results are compared with.
+        served, forward = self.model, None
+        if front is not None and self.whole:
+            served = copy.deepcopy(self.model)
+            linear.install(served)
+            forward = decoder.find(served, self.spec)
+        self.batch = Batch(served, self.arrays, self.pool, native=front, decoder=forward)
         self.store = self.open_store()
         self._done: queue.SimpleQueue[Loading] = queue.SimpleQueue()
         self.memory = KVMemory(

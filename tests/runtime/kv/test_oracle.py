@@ -33,7 +33,8 @@ def worst(rig: Any, oracle: Any, ids: Any) -> float:
     return difference
 
 
-@pytest.mark.parametrize(("bits", "tolerance"), [(None, 1e-4), (8, 0.02), (4, 0.25)])
+# At 16 bits too a rounding error in a product may become one of a whole step of bfloat16 in a key.
+@pytest.mark.parametrize(("bits", "tolerance"), [(None, 5e-4), (8, 0.02), (4, 0.25)])
 def test_logits_are_those_of_the_plain_model(
     architecture: str,
     rig: Callable[..., Any],
@@ -58,7 +59,7 @@ def test_long_reads_need_no_quantised_history_to_be_right(
 
 @pytest.mark.skipif(not native.available(), reason=str(native.unavailable_reason()))
 def test_native_and_portable_attention_agree(architecture: str, rig: Callable[..., Any], ids: Any) -> None:
-    one, other = rig(architecture), rig(architecture, native=True)
+    one, other = rig(architecture), rig(architecture, native=True, whole=False)
     text, at = ids(sum(CHUNKS)), 0
     for chunk in CHUNKS:
         piece = text[at : at + chunk]
