@@ -2,9 +2,9 @@
 
 A decode step reads every weight once, so its time is the bytes of the weights over the memory's bandwidth.
 Weights that were quantised before they became float32 (GGUF's, MLX's) still have few different values:
-``pack`` finds 4 or 8 bits, a scale and a bias for each group of 32 that give back each float bit for bit,
-and the kernel unpacks them into the processor's cache on its way. Weights of another kind are left as they
-are. Results do not change in either case.
+``pack`` finds 4 or 8 bits, a scale and a bias for each group of 32 that give back each float (a zero without
+its sign), and the kernel unpacks them into the processor's cache on its way. Weights of another kind are left
+as they are. Results do not change in either case.
 
 With the packed form a module no longer needs the floats: they can go (``release``), and what is not the
 kernel's to compute (many rows) unpacks a matrix for as long as it is used.
