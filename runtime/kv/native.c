@@ -99,6 +99,7 @@
 struct isa {
     const char *name;
     void (*attend)(const struct layer *, const struct chunk *, const struct work *);
+    void (*merge)(const struct layer *, int64_t, const float *, float *);
     void (*join)(const struct layer *, const float *, int64_t, int64_t, const float *, int64_t, struct rows);
     void (*seal)(const struct layer *, int64_t, int32_t, int32_t, int, float *);
     void (*dequantise)(const struct layer *, const struct chunk *, int64_t, int64_t, float *, float *, float *);
@@ -110,7 +111,7 @@ struct isa {
     void (*turn)(int64_t, int, const float *, const float *, float *);
 };
 
-#define SET(n) {#n, attend_##n, join_##n, seal_##n, dequantise_##n, linear_##n, gate_##n, unpack_##n, norm_##n, add_##n, turn_##n}
+#define SET(n) {#n, attend_##n, merge_##n, join_##n, seal_##n, dequantise_##n, linear_##n, gate_##n, unpack_##n, norm_##n, add_##n, turn_##n}
 static const struct isa sets[] = {
     SET(plain),
 #if defined(__x86_64__)
@@ -289,7 +290,7 @@ API int offbook_dequantise(const struct layer *l, const struct step *s, int64_t 
 
 /* ---- what the library is and may use */
 
-API int offbook_abi(void) { return 6; }
+API int offbook_abi(void) { return 7; }
 
 API void offbook_threads(int threads) {
     pool_resize(threads);

@@ -344,8 +344,9 @@ class LayerHandle:
     ) -> F32:
         """Several new tokens of one row, causal among themselves, after the row's history in the pool.
 
-        Nothing is written to the pool. ``keys`` and ``values`` are used as given (round them to bfloat16
-        first if the pool's copy will be).
+        Nothing is written to the pool. ``keys`` and ``values`` are taken as bfloat16 (nearest even), as the
+        pool will keep them, so that tokens read in two calls have the bits they have in one, unless some of
+        them were sealed between the calls.
 
         Args:
             tables, row: the row's ``length`` is its history, without the new tokens.

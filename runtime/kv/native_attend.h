@@ -29,16 +29,13 @@ static TARGET void FN(key_tile)(const struct layer *l, const struct chunk *c, in
         int64_t d = 0;
         for (; d + VW <= l->dk; d += VW) {
             vf x[VW];
-            if (c->key_kind == BF16)
-                UNROLL for (int i = 0; i < VW; i++) x[i] = FN(element)(BF16, row[i], d);
-            else
-                UNROLL for (int i = 0; i < VW; i++) x[i] = FN(element)(F32, row[i], d);
+            UNROLL for (int i = 0; i < VW; i++) x[i] = FN(element)(BF16, row[i], d);
             FN(transpose)(x);
             UNROLL for (int i = 0; i < VW; i++) FN(store)(tile + (d + i) * GROUP + t, x[i]);
         }
         for (; d < l->dk; d++)
             for (int i = 0; i < VW; i++)
-                tile[d * GROUP + t + i] = c->key_kind == BF16 ? bf16(((const uint16_t *)row[i])[d]) : ((const float *)row[i])[d];
+                tile[d * GROUP + t + i] = bf16(((const uint16_t *)row[i])[d]);
     }
 }
 
@@ -71,7 +68,7 @@ static TARGET void FN(value_tile)(const struct layer *l, const struct chunk *c, 
             }
         } else {
             for (int64_t d = 0; d < l->dv; d++)
-                out[d] = c->value_kind == BF16 ? bf16(((const uint16_t *)row)[d]) : ((const float *)row)[d];
+                out[d] = bf16(((const uint16_t *)row)[d]);
             for (int64_t d = l->dv; d < wide; d++) out[d] = 0;
         }
     }
@@ -234,9 +231,9 @@ static TARGET void FN(values)(const struct layer *l, const struct chunk *c, cons
         int64_t first = from > g * GROUP ? from - g * GROUP : 0, last = to - g * GROUP < GROUP ? to - g * GROUP : GROUP;
         struct product p = {.a = w->scores + g * GROUP + first, .a_row = BLOCK, .a_column = 1, .depth = last - first,
                             .columns = wide, .c = w->out, .c_row = wide, .alpha = w->alpha};
-        if ((c->value_kind == BF16 || c->value_kind == F32) && wide == l->dv) {
+        if (c->value_kind == BF16 && wide == l->dv) {
             p.b = c->v[g] + first * c->v_row, p.b_row = c->v_row, p.ahead = c->v_ahead;
-            FN(multiply)(c->value_kind, w->m, p);
+            FN(multiply)(BF16, w->m, p);
         } else {
             FN(value_tile)(l, c, (int)g, first, last, w->key_tile, w->value_tile);
             p.b = (const uint8_t *)(w->value_tile + first * wide), p.b_row = wide * 4;
@@ -258,6 +255,22 @@ static TARGET void FN(attend)(const struct layer *l, const struct chunk *c, cons
         FN(softmax)(l, c, w, from, stop);
         FN(values)(l, c, w, from, stop);
         from = stop;
+    }
+}
+
+/* Add a part of m rows to those before it: both are out[dv padded] of each row, then max and sum of each. */
+static TARGET void FN(merge)(const struct layer *l, int64_t m, const float *part, float *to) {
+    const int64_t wide = padded(l->dv);
+    const float *max = part + m * wide, *sum = max + m;
+    float *to_max = to + m * wide, *to_sum = to_max + m;
+    for (int64_t r = 0; r < m; r++) {
+        const float top = max[r] > to_max[r] ? max[r] : to_max[r];
+        if (top == -INFINITY) continue; /* nothing seen yet */
+        const float keep = FN(exp2_scalar)(to_max[r] - top), add = FN(exp2_scalar)(max[r] - top);
+        to_max[r] = top;
+        to_sum[r] = to_sum[r] * keep + sum[r] * add;
+        for (int64_t d = r * wide; d < (r + 1) * wide; d += VW)
+            FN(store)(to + d, FN(load)(to + d) * keep + FN(load)(part + d) * add);
     }
 }
 

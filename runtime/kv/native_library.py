@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-_ABI = 6
+_ABI = 7
 
 
 class NativeUnavailable(RuntimeError):

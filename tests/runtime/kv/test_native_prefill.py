@@ -7,7 +7,20 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from native_pool import GROUP, SHAPES, Array, Pool, Shape, attention, bf16, close, lay_out, wide
+from native_pool import (
+    GROUP,
+    SHAPES,
+    Array,
+    Pool,
+    Rows,
+    Shape,
+    attention,
+    bf16,
+    close,
+    lay_out,
+    sealed_of,
+    wide,
+)
 
 from offbook.runtime.kv import native
 
@@ -25,8 +38,8 @@ def run_prefill(
     s, rng = pool.shape, np.random.default_rng(seed)
     rows, _, _ = lay_out([history], [max(0, history - window + 1) if window else 0])
     q = rng.standard_normal((tokens, s.heads * s.rep, s.dk), np.float32)
-    k = rng.standard_normal((tokens, s.heads, s.dk), np.float32)
-    v = None if s.latent else rng.standard_normal((tokens, s.heads, s.dv), np.float32)
+    k = wide(bf16(rng.standard_normal((tokens, s.heads, s.dk), np.float32)))
+    v = None if s.latent else wide(bf16(rng.standard_normal((tokens, s.heads, s.dv), np.float32)))
     before = {name: tensor.copy() for name, tensor in pool.tensors.items()}
     got = pool.layer.prefill(rows.tables(), 0, q, k, v, window=window, sinks=sinks)
     for name, tensor in before.items():
@@ -74,6 +87,41 @@ def test_a_prefilled_token_has_the_same_bits_on_any_number_of_threads() -> None:
         native.set_threads(native.default_threads())
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
+
+
+SPLITS = [(0, 5, 14), (60, 6, 15), (70, 1, 30), (190, 1, 2), (130, 40, 61), (650, 6, 15), (2000, 20, 84)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("window", [None, 100])
+def test_tokens_read_in_two_lots_have_the_bits_they_have_in_one(
+    shape: Shape, window: int | None, every_set: str
+) -> None:
+    for history, first, total in SPLITS:
+        assert sealed_of(history + first) == sealed_of(history)
+        rows, slots, pages = lay_out([history], [max(0, history - window + 1) if window else 0])
+        pool, rng = Pool(shape, slots, pages + 2), np.random.default_rng(8)
+        free = [page for page in range(pages + 2) if page not in rows.pages[0]]
+        q = rng.standard_normal((total, shape.heads * shape.rep, shape.dk), np.float32)
+        k = wide(bf16(rng.standard_normal((total, shape.heads, shape.dk), np.float32)))
+        v = None if shape.latent else wide(bf16(rng.standard_normal((total, shape.heads, shape.dv))))
+
+        def read(start: int, stop: int, rows: Rows = rows, pool: Pool = pool, **of: Any) -> Array:
+            parts = (None if of[x] is None else of[x][start:stop] for x in "qkv")
+            return pool.layer.prefill(rows.tables(), 0, *parts, window=window)  # type: ignore[arg-type]
+
+        whole = read(0, total, q=q, k=k, v=v)
+        parts = [read(0, first, q=q, k=k, v=v)]
+        rows.lengths[0] += first
+        while len(rows.pages[0]) * GROUP < rows.lengths[0] - rows.sealed[0]:
+            rows.pages[0].append(free.pop())
+        for at in range(first):
+            page, place = divmod(history + at - rows.sealed[0], GROUP)
+            pool.tensors["tail.k"][rows.pages[0][page], :, place] = bf16(k[at])
+            if v is not None:
+                pool.tensors["tail.v"][rows.pages[0][page], :, place] = bf16(v[at])
+        parts.append(read(first, total, q=q, k=k, v=v))
+        np.testing.assert_array_equal(np.concatenate(parts), whole, err_msg=f"{history} + {first} of {total}")
 
 
 # ---- sealing and dequantising
