@@ -26,6 +26,7 @@ from offbook.bus.errors import OffbookError
 from offbook.runtime.engine.dialogue import Dialogue
 from offbook.runtime.engine.job import Job
 from offbook.runtime.engine.loop import EngineLoop
+from offbook.runtime.engine.openings import PAUSE_SECONDS
 from offbook.runtime.engine.sampling import Sampler
 from offbook.runtime.engine.text import TextStream
 from offbook.runtime.kv.kernel import NativeAttention, supported
@@ -223,7 +224,11 @@ class Team:
             group.forget_free()
 
     def settle(self) -> None:
-        """Wait until the last turn's saving is done, so that it does not fall into the next turn's time."""
+        """Wait until what follows the last turn is done, so that it does not fall into the next turn's time:
+        its agent's opening read, its memory saved."""
+        # Asking disturbs the reading.
+        while self.loop.call(self.loop.openings.seconds).result() < float("inf"):
+            time.sleep(2 * PAUSE_SECONDS)
         # The step thread saves an idle engine's agents before it looks for anything new to do.
         self.loop.call(lambda: None).result()
         self.flush()

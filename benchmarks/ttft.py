@@ -23,9 +23,9 @@ FOLLOW_UP = "Go on."
 
 def turn_of(team: Team, agent: str, kind: str, text: str) -> float:
     """Milliseconds to the first token of a turn of this kind, which it is seen to be."""
+    team.settle()
     if kind == "warm":
         team.evict(agent)
-    team.settle()
     before, blocks = team.loaded_blocks(), team.full_blocks(agent) if kind == "warm" else 0
     turn = team.say(agent, text, max_tokens=16)
     assert turn.reply.result().usage.source == kind, turn.reply.result().usage

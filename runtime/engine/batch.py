@@ -73,14 +73,24 @@ class Batch:
         self.decoder = decoder if native is not None else None
 
     def prefill(
-        self, tables: Sequence[AgentTable], chunks: Sequence[Ids], *, logits: bool
+        self,
+        tables: Sequence[AgentTable],
+        chunks: Sequence[Ids],
+        *,
+        logits: bool,
+        unless: Callable[[], bool] | None = None,
     ) -> mx.array | None:
-        """Run one chunk of each row. With ``logits``, those of each row's last token: [rows, vocabulary]."""
+        """Run one chunk of each row. With ``logits``, those of each row's last token: [rows, vocabulary].
+
+        Args:
+            unless: asked now and then where the forward is the kernel's. When it is true, the tables are left
+                as they were and ``Interrupted`` is raised.
+        """
         counts = [len(chunk) for chunk in chunks]
         step = self._step(tables, counts)
         out: mx.array | None
         if (decoder := self._decoder(sum(counts))) is not None:
-            out = decoder.forward([(step, chunks)], logits=len(chunks) if logits else 0)
+            out = decoder.forward([(step, chunks)], logits=len(chunks) if logits else 0, unless=unless)
         else:
             tokens = np.zeros((len(chunks), max(counts)), np.uint32)
             for row, chunk in enumerate(chunks):

@@ -107,6 +107,22 @@ class Dialogue:
         ]
         return variants[0][: common_prefix(*variants)]
 
+    def openings(self) -> tuple[Ids, Ids]:
+        """What a user's next message begins with, before a word of it: ids that follow a transcript.
+
+        (All but surely: white space at a message's beginning may become one token with what is before it.)
+
+        Returns:
+            Two: behind a turn that was cut off, and behind one that ended by itself.
+        """
+        cut_off = next(id for id in range(len(self.eos) + 1) if id not in self.eos)
+        behind = []
+        for last in (cut_off, min(self.eos, default=cut_off)):
+            transcript = np.array([last], np.uint32)
+            one, other = (self.ahead(system, transcript, ()) for system in (None, "A persona."))
+            behind.append(one[: common_prefix(one, other)])
+        return behind[0], behind[1]
+
     def persona_length(self, system: str | None, transcript: Ids) -> int:
         """How many leading ids of ``transcript`` are the rendered system prompt."""
         system = self._shield(system) if system else None

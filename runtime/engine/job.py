@@ -73,6 +73,8 @@ class Job:
     source: Where = "cold"
     reused: int = 0
     prefilled: int = 0
+    early: int = 0
+    """Of its ids without KV at the end of the turn before, how many have been read since (``Openings``)."""
     evictions: int = 0
     waits_for: str = ""
     arrived: float = field(default_factory=time.monotonic)
@@ -96,6 +98,12 @@ class Job:
         """Ids without KV yet."""
         assert self.table is not None
         return self.ids[self.table.tokens :]
+
+    @property
+    def unread(self) -> int:
+        """How many ids are without KV, those that were read early included: it decides how the prompt is cut,
+        which must not depend on what the engine had time for."""
+        return len(self.remaining) + (0 if self.prefilled else self.early)
 
     def usage(self, now: float) -> Usage:
         first = self.first_token or now

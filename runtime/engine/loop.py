@@ -21,7 +21,14 @@ import mlx.core as mx
 import numpy as np
 
 from offbook.actors.lm import EngineStats, StateHandle, Where
-from offbook.bus.errors import Cancelled, ContextTooLarge, DeadlineExceeded, EngineFailed, OffbookError
+from offbook.bus.errors import (
+    Cancelled,
+    ContextTooLarge,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    OffbookError,
+)
 
 from ..kv.arrays import PoolArrays
 from ..kv.memory import Key, KVMemory, Loading
@@ -36,8 +43,10 @@ from ..observe.trace import Trace
 from ..store.hashing import chain_at
 from ..supervisor import MIB, Supervisor, pool_sizes, workspace_bytes
 from .batch import Batch
+from .dialogue import Dialogue
 from .hints import Hints
 from .job import Job, Phase
+from .openings import Openings
 from .reports import engine_stats
 from .scheduler import Scheduler, chunk_tokens
 from .steps import Steps
@@ -71,6 +80,7 @@ class EngineLoop:
         generous: the budget is a default, so a pool for more agents than a team has is not allocated.
         host: whether the pool is written through NumPy views (CPU).
         native: makes the native kernel's front for a pool, or None where it does not fit.
+        read_ahead: whether an idle engine reads what every next message begins with (``Openings``).
         trace: file for a Perfetto/Chrome trace; one that is there already is kept under a numbered name.
     """
 
@@ -84,11 +94,12 @@ class EngineLoop:
         host: bool,
         generous: bool = False,
         native: Callable[[PoolArrays], Any] | None = None,
+        read_ahead: bool = True,
         trace: Path | None = None,
     ) -> None:
         self._load, self._open_store = load, open_store
         self._scheme, self.budget_bytes, self.host = scheme, budget_bytes, host
-        self._native, self._generous = native, generous
+        self._native, self._generous, self._read_ahead = native, generous, read_ahead
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._done: Future[None] = Future()
@@ -198,12 +209,24 @@ class EngineLoop:
         self.weights_bytes = packed.weights_bytes(self.model)
         # A lazy forward: only its shape is asked for.
         self.vocabulary = int(self.model(mx.array([[1]]), cache=list(make_caches(self.model))).shape[-1])
+        self._openings = self._find_openings()
         self.store = self._open_store(self.fingerprint, self.spec, self.scheme)
         if self._generous:
             enough = self.spec.agent_bytes(min(self.loaded.context_limit, TEAM_CONTEXT), self.scheme)
             fixed = self.weights_bytes + workspace_bytes(self.spec, self.weights_bytes)
             self.budget_bytes = min(self.budget_bytes, fixed + TEAM_AGENTS * enough)
         self._build_pool()
+
+    def _find_openings(self) -> tuple[Ids, Ids]:
+        """What is read ahead behind turns that were cut off, and that ended: nothing where it is not done."""
+        none = np.zeros(0, np.uint32)
+        if not self._read_ahead or self.decoder is None:
+            return none, none
+        try:
+            return Dialogue(self.loaded.tokenizer, sorted(self.loaded.eos_token_ids)).openings()
+        except InvalidRequest:
+            log.exception("the chat template has no place for a second message")
+            return none, none
 
     def _build_pool(self) -> None:
         """Allocate the pool at the size the budget leaves. Raises ContextTooLarge if that is nothing."""
@@ -238,11 +261,21 @@ class EngineLoop:
         self.longest = self.supervisor.longest()
         self.scheduler = Scheduler(self.supervisor, self.memory, self._chunk)
         self.hints = Hints(self.memory, self.scheduler)
+        self.memory.openings = self._openings
+        self.openings = Openings(
+            self.batch,
+            self.memory,
+            behind=self._openings,
+            turn_ends=frozenset(self.loaded.eos_token_ids),
+            chunk=self._chunk,
+            limit=self.loaded.context_limit,
+        )
         self.steps = Steps(
             self.loaded,
             self.batch,
             self.memory,
             self.scheduler,
+            openings=self.openings,
             metrics=self.metrics,
             trace=self.trace,
             unsaved=self._unsaved,
@@ -270,7 +303,7 @@ class EngineLoop:
         idle, decisions = self.supervisor.idle, self.supervisor.decisions
         # The old arrays must be gone before the new ones are allocated: the budget holds in between.
         del self.arrays, self.batch, self.memory, self.scheduler, self.supervisor, self.pool, self.steps
-        del self.hints
+        del self.hints, self.openings
         gc.collect()
         mx.clear_cache()
         before, self.budget_bytes = (
@@ -312,6 +345,8 @@ class EngineLoop:
                 self.hints.again()
         self._await_loads()
         self._step()
+        if self.scheduler.idle:
+            self.openings.read(unless=lambda: not self._inbox.empty())
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         self.step_started = 0.0
         self._save_some()
@@ -360,7 +395,8 @@ class EngineLoop:
     def _drain(self, *, block: bool) -> None:
         try:
             if block:
-                self._perform(self._inbox.get(timeout=IDLE_WAIT_SECONDS))
+                due = self.openings.seconds() if self.scheduler.idle else IDLE_WAIT_SECONDS
+                self._perform(self._inbox.get(timeout=min(IDLE_WAIT_SECONDS, due)))
             while True:
                 self._perform(self._inbox.get_nowait())
         except queue.Empty:
@@ -456,8 +492,8 @@ class EngineLoop:
         for key, since in list(self._unsaved.items()):
             if not (self.scheduler.idle or now - since > SAVE_AFTER_SECONDS):
                 continue
-            if self.scheduler.active(key):
-                continue
+            if self.scheduler.active(key) or now - SAVE_AFTER_SECONDS < self.openings.waiting(key) <= now:
+                continue  # its opening will be read in a moment, and saved with the rest
             table = self.memory.tables.get(key)
             if table is not None and key not in self.memory.loading:
                 self.memory.save(table)

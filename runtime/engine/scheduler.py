@@ -250,7 +250,7 @@ class Scheduler:
         """
         waiting = sorted((j for j in self.running if j.phase is Phase.PREFILL), key=lambda job: job.order)
         rows_decode = any(job.phase is Phase.DECODE for job in self.running)
-        short = [job for job in waiting if len(job.remaining) <= SHORT_PREFILL]
+        short = [job for job in waiting if job.unread <= SHORT_PREFILL]
         long = next((job for job in waiting if job not in short), None)
         owed = rows_decode and self._debt > 0 and self._passed < MAX_PASSED
         may_be_long = long is not None and not owed
@@ -270,7 +270,7 @@ class Scheduler:
         A function of the job's own length and place, so that its memory has the same bits whoever is near.
         """
         left = len(job.remaining)
-        if left <= SHORT_PREFILL:
+        if job.unread <= SHORT_PREFILL:
             return left
         fits = max(MIN_CHUNK, int(workspace / max(1, score_bytes * len(job.ids))))
         return min(left, self.chunk - (len(job.ids) - left) % self.chunk, fits)

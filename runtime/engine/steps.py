@@ -26,6 +26,7 @@ from ..observe.trace import Trace
 from ..store.hashing import chain_at
 from .batch import Batch
 from .job import Job, Phase
+from .openings import Openings
 from .sampling import Logits, top_logprobs
 from .scheduler import Scheduler
 
@@ -40,6 +41,7 @@ class Steps:
 
     Args:
         loaded: the model with its tokenizer.
+        openings: told of every turn that ends.
         unsaved: gets every agent whose turn ended, with the time: its tail is to be saved.
     """
 
@@ -50,12 +52,13 @@ class Steps:
         memory: KVMemory,
         scheduler: Scheduler,
         *,
+        openings: Openings,
         metrics: Metrics,
         trace: Trace | None,
         unsaved: dict[Key, float],
     ) -> None:
         self._loaded, self.batch = loaded, batch
-        self.memory, self.scheduler = memory, scheduler
+        self.memory, self.scheduler, self.openings = memory, scheduler, openings
         self.metrics, self.trace, self.unsaved = metrics, trace, unsaved
 
     def guard(self, jobs: Sequence[Job], work: Callable[[], None]) -> None:
@@ -125,6 +128,8 @@ class Steps:
     def _ready(self, job: Job, table: Any) -> None:
         job.table, job.phase = table, Phase.PREFILL
         job.loaded = time.monotonic()
+        job.reused = table.tokens
+        job.early, table.opening = table.opening + 1 if table.opening else 0, 0
         table.ids = np.concatenate([table.ids[: table.tokens], job.ids[table.tokens :]])
 
     def finish_load(self, loading: Loading) -> None:
@@ -311,6 +316,7 @@ class Steps:
             where="hot",
         )
         self.scheduler.finish(job)
+        self.openings.expect(job)
         self._observe_turn(job)
         job.emit(job, job.reply(reason, handle))
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..store.layout import Tail
+from ..store.layout import OPENING, Tail
 from ..store.results import Failed
 from .planning import Plan
 from .resident import Key, Resident
@@ -135,7 +135,8 @@ class Loader:
     def _destinations(self, loading: Loading, priority: int) -> list[tuple[Any, Callable[[], Future[Any]]]]:
         """Take the slots and pages of a plan. Returns the loads to start: what, and the call."""
         table, plan = loading.table, loading.plan
-        sealed = self._kv.scheme.sealed(plan.tokens) if plan.tail else plan.tokens
+        tokens = plan.tokens + len(plan.over)
+        sealed = self._kv.scheme.sealed(tokens) if plan.tail else tokens
         jobs: list[tuple[Any, Callable[[], Future[Any]]]] = []
         store = self._kv.store
         for block, name in enumerate(plan.names):
@@ -166,14 +167,14 @@ class Loader:
                 jobs.append((name, partial(store.load_block, name, dests, priority=priority)))
         if plan.tail and store is not None:
             agent, salt = plan.tail, loading.key[1]
-            load = partial(store.load_tail, agent, salt, at=plan.tokens, priority=priority)
-            jobs.append(((agent, salt, plan.tokens), load))
+            load = partial(store.load_tail, agent, salt, at=tokens, priority=priority)
+            jobs.append(((agent, salt, tokens), load))
             if sealed % BLOCK:
                 for index in range(len(self._kv.spec.groups)):
                     table.slots[index].append(self._kv.pool.groups[index].take())
-            for _ in range(-(-(plan.tokens - sealed) // GROUP)):
+            for _ in range(-(-(tokens - sealed) // GROUP)):
                 table.pages.append(self._kv.pool.pages.take())
-        table.tokens, table.sealed = plan.tokens, sealed
+        table.tokens, table.sealed = tokens, sealed
         table.chain = list(plan.names)
         return jobs
 
@@ -200,7 +201,7 @@ class Loader:
         if loading.failed is None and plan.tail and loading.tail is not None:
             loading.failed = self._restore_tail(table, loading.tail)
             if loading.failed is not None:
-                loading.unreadable.append((plan.tail, table.salt, plan.tokens))
+                loading.unreadable.append((plan.tail, table.salt, table.tokens))
         if loading.failed is not None:
             self._kv.unreadable.update(loading.unreadable)
             self._kv.count("cancelled_loads" if loading.cancelled else "load_failures")
@@ -213,11 +214,20 @@ class Loader:
                 if slots[block] != ABSENT:
                     slots[block] = self._kv.one_copy(index, slots[block], name)
         self._kv.arrays.evaluate()
-        table.ids = ids[: plan.tokens].copy()
-        table.saved = plan.tokens if plan.tail == table.agent else -1
+        table.ids = np.concatenate([ids[: plan.tokens], plan.over])
+        table.saved = table.tokens if plan.tail == table.agent else -1
+        if loading.tail is not None:
+            table.opening = len(loading.tail.note.get(OPENING, ()))
+        if len(plan.over) and len(ids) > plan.tokens and not self._goes_on(table, ids):
+            table.truncate(plan.tokens, self._kv.pool)
         self._kv.count("restores")
         self._kv.count("restored_tokens", plan.tokens)
         return table
+
+    @staticmethod
+    def _goes_on(table: AgentTable, ids: Ids) -> bool:
+        """Whether ids begin with all that a table holds, and go on."""
+        return table.tokens < len(ids) and np.array_equal(table.ids, ids[: table.tokens])
 
     def cancel(self, key: Key) -> None:
         """Let a load come to nothing: what is not being read yet never will be.

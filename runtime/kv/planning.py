@@ -7,12 +7,13 @@ table with the same prefix, in blocks in memory or on disk, in a saved tail. Cha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from ..store.hashing import chain, chain_at
+from ..store.layout import TailInfo
 from .resident import Key, Resident
 from .scheme import BLOCK
 from .table import ABSENT, AgentTable, Ids, common_prefix
@@ -28,6 +29,7 @@ class Plan:
         tokens: tokens that will have KV without a prefill.
         tail: for ``warm``: agent whose saved tail is used, if one is.
         names: for ``warm``: names of the full blocks.
+        over: ids that the tail holds beyond ``tokens``: an opening.
     """
 
     source: Literal["hot", "clone", "warm", "cold"]
@@ -35,6 +37,7 @@ class Plan:
     tail: str | None = None
     names: tuple[bytes, ...] = ()
     origin: AgentTable | None = None
+    over: Ids = field(default_factory=lambda: np.zeros(0, np.uint32), compare=False)
 
 
 class Planner:
@@ -74,19 +77,31 @@ class Planner:
             reach += 1
         for agent in dict.fromkeys((key[0], origin)):
             if agent and self._kv.store is not None:
-                for info in self._kv.store.tails(agent, key[1]):
+                # The longest first: the others are then told by their length alone.
+                for info in sorted(self._kv.store.tails(agent, key[1]), key=lambda info: -info.tokens):
                     full = self._kv.scheme.sealed(info.tokens) // BLOCK
-                    longer = best.tokens < info.tokens <= limit and full <= reach
-                    if (agent, key[1], info.tokens) in self._kv.unreadable:
+                    if full > reach or (agent, key[1], info.tokens) in self._kv.unreadable:
                         continue
-                    if longer and chain_at(ids[: info.tokens], self._kv.root(key[1])) == info.chain:
-                        best = Plan("warm", info.tokens, agent, tuple(names[:full]))
+                    if (fits := self._fits(info, ids, best.tokens, key[1])) is not None:
+                        tokens, over = fits
+                        best = Plan("warm", tokens, agent, tuple(names[:full]), over=over)
         # Only blocks that are sealed at this length anyway, so that the result does not depend on
         # what others happened to leave in memory.
         usable = 0 if self._kv.spec.state_layers else min(reach, self._kv.scheme.sealed(limit) // BLOCK)
         if usable * BLOCK > best.tokens:
             best = Plan("warm", usable * BLOCK, None, tuple(names[:usable]))
         return best
+
+    def _fits(self, info: TailInfo, ids: Ids, least: int, salt: str) -> tuple[int, Ids] | None:
+        """How many of ``ids`` a saved tail stands for and what it holds beyond them; None if not more than
+        ``least``, or if it is another history's."""
+        for over in (ids[:0], *self._kv.openings):
+            tokens = info.tokens - len(over)
+            if least < tokens < len(ids):
+                whole = np.concatenate([ids[:tokens], over]) if len(over) else ids[:tokens]
+                if chain_at(whole, self._kv.root(salt)) == info.chain:
+                    return tokens, over
+        return None
 
     def _whole(self, other: AgentTable, ids: Ids) -> bool:
         return bool(np.array_equal(other.ids[: other.tokens], ids[: other.tokens]))

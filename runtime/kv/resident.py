@@ -20,7 +20,7 @@ from .arrays import PoolArrays
 from .pool import BlockPool
 from .scheme import KVScheme
 from .spec import ModelCacheSpec
-from .table import AgentTable
+from .table import AgentTable, Ids
 
 if TYPE_CHECKING:
     from .loading import Loading
@@ -63,6 +63,8 @@ class Resident:
         loading: loads under way; their tables are in ``tables``, and not to be touched.
         unreadable: blocks (names) and tails (agent, salt, tokens) that the store lists but could not give.
             Plans avoid them, so a plan that failed is not made again.
+        openings: ids that may stand in a table or a saved tail behind a transcript: what every next message
+            begins with.
         saved: called on an I/O thread when an agent's tail has been written.
     """
 
@@ -82,6 +84,7 @@ class Resident:
         self.metrics = Metrics()
         self.saved: Callable[[], None] = lambda: None
         self.unreadable: set[Any] = set()
+        self.openings: tuple[Ids, ...] = ()
         self._roots: dict[str, bytes] = {}
 
     def count(self, name: str, by: float = 1) -> None:

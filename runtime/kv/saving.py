@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..store.hashing import block_hash, chain_at
-from ..store.layout import Tail
+from ..store.layout import OPENING, Tail
 from .resident import Key, Resident
 from .scheme import BLOCK, GROUP
 from .table import ABSENT, AgentTable
@@ -82,6 +82,8 @@ class Saver:
         """Save the part-filled block and the pages, as a snapshot of now. None if nothing is new."""
         if self._kv.store is None or table.saved == table.tokens or not table.tokens:
             return None
+        if table.opening and table.saved == table.tokens - table.opening - 1:
+            return None  # an opening is not worth another file: it takes longer to write than to read again
         if table.sealed != self._kv.scheme.sealed(table.tokens):
             return None  # cut back, and stopped before it had grown again: its blocks are enough
         arrays: dict[str, NDArray[Any]] = {}
@@ -106,7 +108,7 @@ class Saver:
             chain=chain_at(table.ids[: table.tokens], self._kv.root(table.salt)),
             blocks=tuple(table.chain),
             arrays=arrays,
-            note={},
+            note={OPENING: table.ids[-table.opening :].tolist()} if table.opening else {},
         )
         self._kv.count("tails_written")
         self._kv.unreadable.discard((table.agent, table.salt, table.tokens))

@@ -43,6 +43,8 @@ class AgentTable:
         chain: names of the leading blocks that are full, named and handed to the store.
         saved: tokens the last saved tail stands for (-1: none).
         state: what recurrent layers keep, by layer index (hybrid models).
+        opening: how many ids at the end of it are no part of a turn yet: what every next message begins with,
+            read ahead of the message.
         restored: it was read from disk ahead of a turn that has not begun.
     """
 
@@ -58,6 +60,7 @@ class AgentTable:
     chain: list[bytes] = field(default_factory=list)
     saved: int = -1
     state: dict[int, Any] = field(default_factory=dict)
+    opening: int = 0
     restored: bool = False
 
     def __post_init__(self) -> None:
@@ -130,7 +133,7 @@ class AgentTable:
             del slots[blocks:]
         del self.chain[self.sealed // BLOCK :]
         self.tokens, self.ids = tokens, self.ids[:tokens]
-        self.saved = -1
+        self.saved, self.opening = -1, 0
 
     def release(self, pool: BlockPool) -> None:
         """Give everything back; the table is then empty."""
@@ -140,7 +143,7 @@ class AgentTable:
             pool.pages.release(page)
         self.slots = [[] for _ in self.groups]
         self.pages, self.chain, self.state = [], [], {}
-        self.tokens = self.sealed = 0
+        self.tokens = self.sealed = self.opening = 0
         self.saved = -1
         self.ids = np.zeros(0, np.uint32)
 

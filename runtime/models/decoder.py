@@ -76,6 +76,10 @@ class _Block(ctypes.Structure):
     ]
 
 
+class Interrupted(Exception):
+    """A forward was given up between two layers, as its caller asked."""
+
+
 class _Unlike(Exception):
     """The model is built in another way."""
 
@@ -225,7 +229,13 @@ class Decoder:
         )
 
     def hidden_states(
-        self, tokens: NDArray[Any], positions: NDArray[np.int64], attend: Attend, *, rounded: bool
+        self,
+        tokens: NDArray[Any],
+        positions: NDArray[np.int64],
+        attend: Attend,
+        *,
+        rounded: bool,
+        unless: Callable[[], bool] | None = None,
     ) -> F32:
         """What leaves the last layer, [tokens, hidden], before the last norm.
 
@@ -233,12 +243,15 @@ class Decoder:
             tokens, positions: of all rows, one after the other.
             attend: one layer's attention, which fills its last argument.
             rounded: keys and values as bfloat16 would keep them.
+            unless: asked before every layer; see ``forward``.
         """
         count = len(tokens)
         x: F32 = packed.rows(self._table, tokens) if self._floats is None else self._floats[tokens]
         x *= self.factor
         at_x = address(x)
         for index, layer in enumerate(self._layers):
+            if unless is not None and unless():
+                raise Interrupted
             block = layer.block
             heads, kv_heads, width = block.heads, block.kv_heads, block.width
             size = (heads + 2 * kv_heads) * width
@@ -276,15 +289,26 @@ class Decoder:
     # ---- steps over the pool
 
     def forward(
-        self, steps: Sequence[tuple[Step, Sequence[NDArray[Any]] | NDArray[Any]]], *, logits: int
+        self,
+        steps: Sequence[tuple[Step, Sequence[NDArray[Any]] | NDArray[Any]]],
+        *,
+        logits: int,
+        unless: Callable[[], bool] | None = None,
     ) -> mx.array:
         """Run steps together, each with the new tokens of its rows.
 
         Leaves them as forwards of the model do: to be committed. Each row has the bits that its step alone
         would give.
 
+        Args:
+            unless: when this is true, the forward is given up and the steps are dropped, not committed: so
+                only for prefills, which write nothing before.
+
         Returns:
             Logits [logits, vocabulary] of the last tokens of the first so many rows.
+
+        Raises:
+            Interrupted: by ``unless``.
         """
         rows = [(step, past, len(new)) for step, of in steps for past, new in zip(step.past, of, strict=True)]
         ends = np.cumsum([count for _, _, count in rows])
@@ -305,7 +329,7 @@ class Decoder:
         tokens = np.concatenate([new for _, of in steps for new in of])
         # A decode step rounds as it writes; rounded before, the same comes out.
         rounded = any(not step.decoding for step, _ in steps)
-        hidden = self.hidden_states(tokens, positions, attend, rounded=rounded)
+        hidden = self.hidden_states(tokens, positions, attend, rounded=rounded, unless=unless)
         return mx.array(self.logits(hidden[ends[:logits] - 1]))
 
 

@@ -19,6 +19,10 @@ Array: TypeAlias = NDArray[Any]
 BLOCK_TOKENS = 256
 """Tokens of a sealed block. Fixed by the format."""
 
+OPENING = "opening"
+"""In a tail's note: the last of the ids it stands for, which are no part of its agent's transcript yet but
+what every next message begins with."""
+
 # numpy has no bfloat16: its bits travel as uint16, and a uint16 array is always labelled BF16.
 DTYPES: dict[str, np.dtype[Any]] = {
     "U32": np.dtype("<u4"),

@@ -19,8 +19,8 @@ import numpy as np
 
 from . import container
 from .container import CorruptFile, Header
-from .hashing import HASH_BYTES
-from .layout import Array, Tail, TensorSpec
+from .hashing import HASH_BYTES, chain_at, ids_bytes
+from .layout import OPENING, Array, Tail, TensorSpec
 from .results import StoreUsageError
 
 FORMAT = "offbook-tail-1"
@@ -52,6 +52,21 @@ class TailFacts:
     serial: int
     note: dict[str, Any]
     header: Header
+
+    @property
+    def opening(self) -> bytes:
+        """The last of its ids, little-endian, that are no part of the agent's transcript. CorruptFile."""
+        try:
+            return ids_bytes(self.note.get(OPENING, ()))
+        except (ValueError, TypeError, AttributeError):
+            raise CorruptFile(f"its note's {OPENING} is no list of token ids") from None
+
+    def follows(self, ids: bytes, root: bytes) -> int | None:
+        """How many ids of a transcript it stands for; None if it is of another one. CorruptFile."""
+        opening = self.opening
+        tokens = self.tokens - len(opening) // 4
+        fits = 0 <= tokens * 4 <= len(ids) and chain_at(ids[: tokens * 4] + opening, root) == self.chain
+        return tokens if fits else None
 
 
 def check_tail(tail: Tail) -> None:

@@ -24,12 +24,12 @@ from .audit import proven_block, proven_tail
 from .blocks import BlockFormat, BlockInfo, check_block_header
 from .container import CorruptFile, Header
 from .disk import failure
-from .hashing import HASH_BYTES, chain, chain_at, root_hash
+from .hashing import HASH_BYTES, chain, root_hash
 from .layout import BLOCK_TOKENS, Array, Tail
 from .results import Corrupt, Failed, Full, ReadOnly, StoreUsageError
 from .saving import BlockPut, TailPut
 from .state import State
-from .tails import TailFacts, agent_key, split_names, tail_facts
+from .tails import TailFacts, agent_key, inspect_tail, split_names, tail_facts
 from .writer import Writer
 
 MAGIC = b"offbook-agent-1\n"
@@ -123,12 +123,16 @@ def export_agent(
     key = agent_key(model, salt, agent)
     # The longest last: a shorter one that is saved after it would mean that the agent went back.
     for tail in tails:
-        fits = tail.tokens * 4 <= len(ids) and chain_at(ids[: tail.tokens * 4], root) == tail.chain
+        source = state.paths.tail(key, tail.tokens, tail.serial)
         listed = len(tail.blocks) // HASH_BYTES
-        if fits and listed <= blocks and proven_tail(state, key, tail):
+        try:
+            tokens = inspect_tail(source, key, tail.tokens, tail.serial).follows(ids, root)
+        except (CorruptFile, OSError):
+            continue
+        if tokens is not None and listed <= blocks and proven_tail(state, key, tail):
             files.append(("tail", f"{key.hex()}-{tail.tokens}-{tail.serial}", tail.nbytes))
-            sources.append(state.paths.tail(key, tail.tokens, tail.serial))
-            reach = max(reach, tail.tokens)
+            sources.append(source)
+            reach = max(reach, tokens)
     try:
         size = write_agent(path, Manifest(agent, salt, model, ids, tuple(files), record), sources)
     except CorruptFile as error:
@@ -169,13 +173,13 @@ def import_agent(state: State, writer: Writer, path: str, agent: str | None, kee
                     blocks += 1
                     reach = max(reach, blocks * BLOCK_TOKENS)
                 else:
-                    ids = manifest.ids[: info.tokens * 4]
-                    if len(ids) != info.tokens * 4 or chain_at(ids, root) != info.chain:
+                    tokens = info.follows(manifest.ids, root)
+                    if tokens is None:
                         raise CorruptFile("the tail is not of this agent's transcript")
                     tail = tail_of(info, arrays)
                     put = TailPut(state, manifest.fingerprint, owner, manifest.salt, tail, keep)
                     saved_tail = True
-                    reach = max(reach, info.tokens)
+                    reach = max(reach, tokens)
                 if (bad := settle(_IN_FLIGHT)) is not None:
                     return bad  # type: ignore[no-any-return]  # a result of a put, which all are among ours
                 if not writer.offer(put):

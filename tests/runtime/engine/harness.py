@@ -148,6 +148,7 @@ class Harness:
         before: Callable[[EngineLoop], None] | None = None,
         loaded: Any = None,
         trace: Path | None = None,
+        read_ahead: bool = False,
         **options: Any,
     ) -> None:
         self.folder, self.cap = folder, cap
@@ -164,6 +165,7 @@ class Harness:
             host=host,
             native=front if host else None,
             trace=trace,
+            read_ahead=read_ahead,
         )
         if before is not None:
             before(self.loop)

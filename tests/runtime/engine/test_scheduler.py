@@ -21,10 +21,14 @@ class Prompt(SimpleNamespace):
     def remaining(self) -> Any:
         return self.ids[self.read :]
 
+    @property
+    def unread(self) -> int:
+        return len(self.remaining) + (self.early if self.read == self.begun else 0)
 
-def job(order: int, tokens: int, phase: Phase = Phase.PREFILL, *, read: int = 0) -> Any:
-    ids = np.zeros(read + tokens, np.uint32)
-    return Prompt(order=(order,), ids=ids, read=read, phase=phase, key=(str(order), ""))
+
+def job(order: int, tokens: int, phase: Phase = Phase.PREFILL, *, read: int = 0, early: int = 0) -> Any:
+    ids, known = np.zeros(read + tokens, np.uint32), {"key": (str(order), ""), "phase": phase}
+    return Prompt(order=(order,), ids=ids, begun=read, read=read, early=early, **known)
 
 
 class Machine:
@@ -97,6 +101,20 @@ def test_where_a_prompt_is_cut_does_not_depend_on_the_neighbours() -> None:
             assert sum(alone) == tokens
             for neighbours in (1, 5, 31):
                 assert cuts(neighbours, begins, tokens) == alone, (begins, tokens, neighbours)
+
+
+def test_where_a_prompt_is_cut_does_not_depend_on_what_was_read_early() -> None:
+    def cuts(begins: int, tokens: int, early: int) -> list[int]:
+        machine = Machine(alone=0.01)
+        machine.scheduler.running = [job(1, tokens - early, read=begins + early, early=early)]
+        pieces = []
+        while machine.scheduler.running:
+            pieces += [count for _, count in machine.turn()]
+        return [early + pieces[0], *pieces[1:]]
+
+    for begins in (0, 1, 100, 128, 1000):
+        for tokens in (7, 96, 97, 101, 102, 128, 575):
+            assert cuts(begins, tokens, 6) == cuts(begins, tokens, 0), (begins, tokens)
 
 
 def test_a_long_prompt_is_not_starved_by_short_ones_however_many_come() -> None:

@@ -156,6 +156,8 @@ def run_loop(model: nn.Module, scheme: Any) -> EngineLoop:
         fingerprint="abc",
         ref="some/model",
         weights_bytes=0,
+        context_limit=4096,
+        eos_token_ids=frozenset(),
         fingerprint_for=lambda text: combine("abc", text),
     )
     loop = EngineLoop(

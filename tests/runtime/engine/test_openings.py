@@ -1,0 +1,229 @@
+"""What every next message begins with is read before it comes, and no reply shows it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offbook.actors.lm import ChatMessage
+from offbook.bus.errors import EngineFailed
+from offbook.runtime.engine.dialogue import Dialogue
+from offbook.runtime.engine.openings import Openings
+from offbook.runtime.kv import native
+from offbook.runtime.kv.kernel import NativeAttention
+from tests.runtime.engine.harness import END, Harness
+from tests.runtime.engine.replies import Engine, greedy
+
+OPENING = 4
+"""Ids of "end of turn, <u>"."""
+
+KERNEL = ("llama", "gemma-300", "gemma-96")
+"""Architectures whose forward is the kernel's."""
+
+
+def reads_ahead(one: Harness) -> Harness:
+    if not one.loop.openings.possible:
+        pytest.skip("this processor's kernel does not read prompts of any length")
+    return one
+
+
+@pytest.fixture
+def one(engine: Engine, tmp_path: Path) -> Harness:
+    return reads_ahead(engine("llama", tmp_path, read_ahead=True))
+
+
+def opening_of(one: Harness, agent: str) -> int:
+    """How long an agent's opening is that has been read."""
+    return int(one.call(lambda: one.loop.memory.tables[agent, ""].opening))
+
+
+def read(one: Harness, count: int) -> None:
+    """Wait until so many openings have been read."""
+    while one.counters.get("openings", 0) < count:
+        time.sleep(0.05)  # asking keeps the engine from reading
+
+
+def talk(one: Harness, texts: list[str], **options: Any) -> list[Any]:
+    replies = []
+    for number, text in enumerate(texts):
+        replies.append(one.say("a", text, sampling=greedy(9), **options))
+        if one.loop.openings.possible:
+            read(one, number + 1)
+    return replies
+
+
+def same(mine: Any, theirs: Any) -> None:
+    assert mine.appended == theirs.appended
+    assert mine.logprobs == theirs.logprobs
+
+
+@pytest.mark.parametrize("architecture", KERNEL)
+def test_replies_have_the_same_bits_with_openings_read_and_without(engine: Engine, architecture: str) -> None:
+    texts = ["x" * 140, "yes", "z" * 30, "what? " * 14, "q" * 200, "!"]
+    one = reads_ahead(engine(architecture, read_ahead=True))
+    # Openings that a seal or a chunk's end falls into are not read; these lengths are elsewhere.
+    ahead, plain = talk(one, texts), talk(engine(architecture), texts)
+    for mine, theirs in zip(ahead, plain, strict=True):
+        same(mine, theirs)
+    for mine, theirs in zip(ahead[1:], plain[1:], strict=True):
+        assert mine.usage.reused_tokens == theirs.usage.reused_tokens + OPENING + 1
+        assert mine.usage.prefilled_tokens == theirs.usage.prefilled_tokens - OPENING - 1
+
+
+@pytest.mark.parametrize("architecture", KERNEL)
+def test_an_opening_is_saved_and_restored_with_the_rest(
+    engine: Engine, tmp_path: Path, architecture: str
+) -> None:
+    texts = ["x" * 290, "yes"]
+    one = reads_ahead(engine(architecture, tmp_path, read_ahead=True))
+    first = one.say("a", texts[0], sampling=greedy(9))
+    read(one, 1)
+    one.evict("a")
+    one.call(lambda: [group.forget_free() for group in one.loop.pool.groups])
+    second = one.say("a", texts[1], sampling=greedy(9))
+    assert second.usage.source == "warm"
+    assert second.usage.reused_tokens == first.usage.context_tokens + OPENING
+    for mine, theirs in zip((first, second), talk(engine(architecture), texts), strict=True):
+        same(mine, theirs)
+
+
+@pytest.mark.parametrize("text", ["  (whispers)", "\n\n", "\n1"])
+def test_white_space_that_changes_the_openings_tokens_is_read_as_ever(
+    engine: Engine, smollm2: Any, text: str
+) -> None:
+    one, other = (engine(loaded=smollm2, read_ahead=ahead, budget=1 << 30) for ahead in (True, False))
+    mine, theirs = (talk(each, ["Good morning.", text + "."]) for each in (reads_ahead(one), other))
+    for got, want in zip(mine, theirs, strict=True):
+        same(got, want)
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+def test_what_goes_on_otherwise_has_the_opening_cut_off(
+    engine: Engine, one: Harness, evicted: bool, ids: Any
+) -> None:
+    one.say("a", "x" * 290, sampling=greedy(9))
+    read(one, 1)
+    if evicted:
+        one.evict("a")
+        one.call(lambda: [group.forget_free() for group in one.loop.pool.groups])
+    past = one.transcripts["a"]
+    more = np.concatenate([past, ids(30, 3)])
+    got = one.run("a", more, kept=len(past), sampling=greedy(9))
+    assert got.usage.source == ("warm" if evicted else "hot")
+    assert got.usage.reused_tokens == len(past)
+    plain = engine("llama")
+    plain.say("a", "x" * 290, sampling=greedy(9))
+    want = plain.run("a", more, kept=len(past), sampling=greedy(9))
+    same(got, want)
+
+
+def test_a_fork_of_an_agent_with_an_opening_is_right(engine: Engine, one: Harness) -> None:
+    one.say("a", "x" * 290, sampling=greedy(9))
+    read(one, 1)
+    past = one.transcripts["b"] = one.transcripts["a"]
+    forked = one.say("b", "and you?", sampling=greedy(9), origin="a")
+    assert forked.usage.reused_tokens == len(past) + OPENING
+    same(forked, talk(engine("llama"), ["x" * 290, "and you?"])[1])
+    assert opening_of(one, "a") == OPENING
+
+
+def test_a_message_that_waits_brings_the_opening_back_too(one: Harness) -> None:
+    one.say("a", "x" * 290, sampling=greedy(9))
+    read(one, 1)
+    one.evict("a")
+    one.call(lambda: [group.forget_free() for group in one.loop.pool.groups])
+    past = one.transcripts["a"]
+    one.call(lambda: one.loop.prefetch(("a", ""), past))
+    while one.call(lambda: bool(one.loop.memory.loading)):
+        pass
+    assert opening_of(one, "a") == OPENING
+    reply = one.say("a", "yes", sampling=greedy(9))
+    assert (reply.usage.source, reply.usage.reused_tokens) == ("warm", len(past) + OPENING)
+
+
+def test_a_turn_that_comes_meanwhile_is_not_kept_waiting(
+    one: Harness, gate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The opening's forward is given up between two layers, and the table is as it was."""
+    one.say("a", "x" * 100, sampling=greedy(9))
+    held = gate(one, "prefill")
+    held.wait()  # before the opening is read
+    tokens = one.loop.memory.tables["a", ""].tokens
+    other = one.start("b", np.arange(40, 60))
+    held.step()
+    held.wait()  # before b's prompt is
+    assert one.loop.memory.tables["a", ""].tokens == tokens
+    held.open()
+    other.wait()
+    read(one, 2)
+    assert opening_of(one, "a") == OPENING
+
+
+def test_nothing_is_read_that_a_seal_falls_into(one: Harness) -> None:
+    seal = 128 + 64  # the first group is sealed at this length
+    prompt = np.arange(3, 3 + seal - 11).astype(np.uint32) % 100 + 20
+    reply = one.run("a", prompt, sampling=greedy(9))
+    one.transcripts["a"] = np.concatenate([prompt, np.frombuffer(reply.appended, "<u4")[len(prompt) :]])
+    while one.call(one.loop.openings.seconds) < float("inf"):
+        time.sleep(0.05)
+    assert one.counters.get("openings", 0) == 0
+    assert opening_of(one, "a") == 0
+
+
+def test_a_turn_is_written_once_with_its_opening(one: Harness) -> None:
+    one.say("a", "x" * 290, sampling=greedy(9))
+    read(one, 1)
+    one.call(lambda: None)
+    one.loop.store.flush()
+    past = len(one.transcripts["a"])
+    assert [tail.tokens for tail in one.loop.store.tails("a")] == [past + OPENING]
+    one.evict("a")
+    assert [tail.tokens for tail in one.loop.store.tails("a")] == [past + OPENING]
+
+
+def test_an_agent_moves_with_its_opening(engine: Engine, one: Harness, tmp_path: Path) -> None:
+    first = one.say("a", "x" * 290, sampling=greedy(9))
+    read(one, 1)
+    one.evict("a")
+    past = one.transcripts["a"]
+    exported = one.loop.store.export_agent("a", tmp_path / "a.agent", past)
+    assert (exported.ok, exported.tokens) == (True, len(past))
+    there = reads_ahead(engine("llama", tmp_path / "there", read_ahead=True))
+    assert there.loop.store.import_agent(tmp_path / "a.agent").tail
+    there.transcripts["a"] = past
+    reply = there.say("a", "yes", sampling=greedy(9))
+    assert reply.usage.source == "warm"
+    assert reply.usage.reused_tokens == first.usage.context_tokens + OPENING
+
+
+def test_a_failed_turn_has_no_opening(one: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected: list[Any] = []
+    real = Openings.expect
+    monkeypatch.setattr(Openings, "expect", lambda self, job: (expected.append(job), real(self, job)))
+    monkeypatch.setattr(one.loop.batch, "decode", lambda *_: 1 / 0)
+    with pytest.raises(EngineFailed):
+        one.run("a", np.arange(40, 60), max_tokens=4)
+    assert expected == []
+
+
+@pytest.mark.skipif(not native.available(), reason=str(native.unavailable_reason()))
+@pytest.mark.parametrize("architecture", ["lfm2", "latent"])
+def test_where_the_forward_is_not_the_kernels_nothing_is_read(engine: Engine, architecture: str) -> None:
+    one = engine(architecture, read_ahead=True)
+    assert isinstance(one.loop.batch.native, NativeAttention)
+    assert not one.loop.openings.possible
+
+
+def test_openings_are_what_nearly_any_prompt_begins_with(smollm2: Any, characters: Any) -> None:
+    for tokenizer, eos in ((characters(), (END,)), (smollm2.tokenizer, smollm2.eos_token_ids)):
+        dialogue = Dialogue(tokenizer, sorted(eos))
+        for last, opening in zip((40, min(eos)), dialogue.openings(), strict=True):
+            assert len(opening) > 2
+            for system in (None, "You sing."):
+                for text in ("Go on.", "123", "<|im_end|>", "\u00e9"):
+                    prompt = dialogue.prompt(system, np.array([7, last]), [ChatMessage("user", text)])
+                    np.testing.assert_array_equal(prompt[: len(opening)], opening)
