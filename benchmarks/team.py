@@ -29,6 +29,7 @@ from offbook.runtime.engine.loop import EngineLoop
 from offbook.runtime.engine.openings import PAUSE_SECONDS
 from offbook.runtime.engine.sampling import Sampler
 from offbook.runtime.engine.text import TextStream
+from offbook.runtime.kv import native_read
 from offbook.runtime.kv.kernel import NativeAttention, supported
 from offbook.runtime.kv.profile import scheme_for
 from offbook.runtime.kv.scheme import BLOCK, KVScheme
@@ -126,7 +127,7 @@ class Team:
             for group in spec.groups
             for tensor in group.tensors(scheme)
         ]
-        return BlockStore(self.folder, fingerprint=fingerprint, layout=layout)
+        return BlockStore(self.folder, fingerprint=fingerprint, layout=layout, reader=native_read.reader())
 
     def __enter__(self) -> Team:
         return self

@@ -141,6 +141,7 @@ def build_loop(config: EngineConfig) -> Any:
     """The step thread's loop for this configuration."""
     import mlx.core as mx
 
+    from ..kv import native_read
     from ..kv.kernel import NativeAttention, supported
     from ..kv.profile import scheme_for
     from ..kv.scheme import KVScheme
@@ -168,6 +169,7 @@ def build_loop(config: EngineConfig) -> Any:
             cap_bytes=config.disk_cap_bytes,
             min_free=LEAVE_FREE_BYTES,
             pending_bytes=IO_BYTES,
+            reader=native_read.reader(),
         )
 
     return EngineLoop(

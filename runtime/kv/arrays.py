@@ -64,6 +64,7 @@ class PoolArrays:
         self.pages: dict[int, LayerArrays] = {}
         self._views: dict[int, NDArray[Any]] = {}
         self._slot_views: dict[tuple[int, int], list[NDArray[Any]]] = {}
+        self._places: dict[int, NDArray[np.int64]] = {}
         self._of = {
             layer.index: scheme.of(layer.index, windowed=layer.window is not None)
             for layer in spec.attention_layers
@@ -129,6 +130,16 @@ class PoolArrays:
             views = [self.view(array)[slot] for array in self._block_arrays(group)]
             self._slot_views[group, slot] = views
         return list(views)
+
+    def block_addresses(self, group: int, slot: int) -> NDArray[np.int64]:
+        """Where ``block_buffers``' arrays are (host mode)."""
+        places = self._places.get(group)
+        if places is None:
+            views = [self.view(array) for array in self._block_arrays(group)]
+            starts = [view.__array_interface__["data"][0] for view in views]
+            places = self._places[group] = np.array([starts, [view.strides[0] for view in views]], np.int64)
+        addresses: NDArray[np.int64] = places[0] + slot * places[1]
+        return addresses
 
     def _block_arrays(self, group: int) -> list[mx.array]:
         """The pool's arrays of a group, in file order."""

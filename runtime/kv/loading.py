@@ -7,6 +7,7 @@ staging buffers elsewhere.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -18,14 +19,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..store.blocks import Destinations, Places
 from ..store.layout import OPENING, Tail
 from ..store.results import Failed
 from .planning import Plan
-from .resident import Key, Resident
+from .resident import Key, Resident, Store
 from .saving import leading_groups
 from .scheme import BLOCK, GROUP
 from .state import RecurrentState
 from .table import ABSENT, AgentTable, Ids
+
+log = logging.getLogger("offbook.engine")
 
 _COUNT_LOCK = threading.Lock()
 
@@ -59,6 +63,46 @@ class Loading:
         return not self.cancelled and tokens < len(ids) and np.array_equal(known[:tokens], ids[:tokens])
 
 
+class Reads:
+    """What is to be read from a store for one table.
+
+    Attributes:
+        what: as it is called when it cannot be read (``Resident.unreadable``), in the order of ``begin``.
+    """
+
+    def __init__(self, store: Store | None) -> None:
+        self._store = store
+        self._blocks: list[tuple[bytes, Destinations]] = []
+        self._tail: tuple[str, str, int] | None = None
+
+    def block(self, name: bytes, dests: Destinations) -> None:
+        self._blocks.append((name, dests))
+
+    def tail(self, agent: str, salt: str, tokens: int) -> None:
+        self._tail = (agent, salt, tokens)
+
+    @property
+    def what(self) -> list[Any]:
+        return [*([self._tail] if self._tail is not None else ()), *(name for name, _ in self._blocks)]
+
+    def begin(self, priority: int) -> list[Future[Any]]:
+        """Start reading: the tail first, which takes the interpreter longest; blocks are read beside it."""
+        if self._store is None:
+            return []
+        begun: list[Future[Any]] = []
+        try:
+            if self._tail is not None:
+                agent, salt, tokens = self._tail
+                begun.append(self._store.load_tail(agent, salt, at=tokens, priority=priority))
+            begun += self._store.load_blocks(self._blocks, priority=priority)
+        except Exception as error:
+            log.exception("a load could not be begun")
+            failed: Future[Any] = Future()
+            failed.set_result(Failed(repr(error)))
+            begun += [failed] * (len(self.what) - len(begun))
+        return begun
+
+
 class Loader:
     """Brings into tables what plans found. ``loaded`` is called on an I/O thread with the last load's end."""
 
@@ -88,18 +132,13 @@ class Loader:
         loading = Loading(key, table, plan, priority)
         self._kv.loading[key] = loading
         try:
-            jobs = self._destinations(loading, priority)
+            reads = self._destinations(loading)
         except BaseException:
             self.discard(loading)
             raise
-        loading.waiting = len(jobs) + 1
-        for what, job in jobs:
-            try:
-                future = job()
-            except Exception as error:
-                future = Future()
-                future.set_result(Failed(repr(error)))
-            loading.reads.append(future)
+        loading.waiting = len(reads.what) + 1
+        loading.reads = reads.begin(priority)
+        for what, future in zip(reads.what, loading.reads, strict=True):
             future.add_done_callback(partial(self._one_loaded, loading, what))
         self._one_loaded(loading, None, None)
         return loading
@@ -132,43 +171,46 @@ class Loader:
         table.ids, table.tokens, table.sealed = origin.ids[: origin.tokens], origin.tokens, origin.sealed
         table.chain, table.state = list(origin.chain), dict(origin.state)
 
-    def _destinations(self, loading: Loading, priority: int) -> list[tuple[Any, Callable[[], Future[Any]]]]:
-        """Take the slots and pages of a plan. Returns the loads to start: what, and the call."""
+    def _destinations(self, loading: Loading) -> Reads:
+        """Take the slots and pages of a plan. Returns what is to be read into them."""
         table, plan = loading.table, loading.plan
         tokens = plan.tokens + len(plan.over)
         sealed = self._kv.scheme.sealed(tokens) if plan.tail else tokens
-        jobs: list[tuple[Any, Callable[[], Future[Any]]]] = []
-        store = self._kv.store
+        store, arrays = self._kv.store, self._kv.arrays
+        reads = Reads(store)
+        as_places = store is not None and store.takes_places and arrays.host
         for block, name in enumerate(plan.names):
             dests: list[NDArray[Any] | None] = []
+            places: list[NDArray[np.int64]] = []
             wanted = False
             for index, group in enumerate(self._kv.spec.groups):
                 allocator = self._kv.pool.groups[index]
                 size = self._group_sizes[index]
-                if block < group.first_block(plan.tokens):
-                    table.slots[index].append(ABSENT)
-                    dests += [None] * size
-                    continue
-                slot = allocator.find(name)
+                slot = ABSENT if block < group.first_block(plan.tokens) else allocator.find(name)
                 if slot is not None:
-                    allocator.retain(slot)
-                    dests += [None] * size
+                    if slot != ABSENT:
+                        allocator.retain(slot)
+                    if as_places:
+                        places.append(np.zeros(size, np.int64))
+                    else:
+                        dests += [None] * size
                 else:
                     slot = allocator.take()
                     wanted = True
-                    if self._kv.arrays.host:
-                        dests += self._kv.arrays.block_buffers(index, slot)
+                    if as_places:
+                        places.append(arrays.block_addresses(index, slot))
+                    elif arrays.host:
+                        dests += arrays.block_buffers(index, slot)
                     else:
-                        staging = self._kv.arrays.empty_block(index)
+                        staging = arrays.empty_block(index)
                         loading.staged.append((index, slot, staging))
                         dests += staging
                 table.slots[index].append(slot)
-            if wanted and store is not None:
-                jobs.append((name, partial(store.load_block, name, dests, priority=priority)))
+            if wanted:
+                reads.block(name, Places(np.concatenate(places), arrays) if as_places else dests)
         if plan.tail and store is not None:
             agent, salt = plan.tail, loading.key[1]
-            load = partial(store.load_tail, agent, salt, at=tokens, priority=priority)
-            jobs.append(((agent, salt, tokens), load))
+            reads.tail(agent, salt, tokens)
             if sealed % BLOCK:
                 for index in range(len(self._kv.spec.groups)):
                     table.slots[index].append(self._kv.pool.groups[index].take())
@@ -176,7 +218,7 @@ class Loader:
                 table.pages.append(self._kv.pool.pages.take())
         table.tokens, table.sealed = tokens, sealed
         table.chain = list(plan.names)
-        return jobs
+        return reads
 
     def _one_loaded(self, loading: Loading, what: Any, future: Future[Any] | None) -> None:
         # On I/O threads; += on an int attribute under the GIL is not atomic, hence the lock.

@@ -5,8 +5,9 @@
  * slots), native_decode.h and native_prefill.h (how a call is cut into tasks), native_attend.h on native_simd.h
  * (what a task computes, compiled once per instruction set), native_quant.h (sealing, dequantising),
  * native_linear.h on native_dot.h (linear layers), native_block.h on native_rows.h (what else a decoder layer
- * does), native_packing.h and native_pack.h (weights in 4 or 8 bits), native_threads.h. This file owns the choice
- * of the instruction set, the working memory, and sealing.
+ * does), native_packing.h and native_pack.h (weights in 4 or 8 bits), native_read.h on native_hash.h (a block's
+ * file into its slot), native_threads.h. This file owns the choice of the instruction set, the working memory, and
+ * sealing.
  *
  * Determinism: the cut of a row depends on its own length and window alone, every sum has a fixed order
  * whatever other rows are computed with it, and parts are joined in order. So a row's result has the same bits
@@ -59,6 +60,7 @@
 #include "native_quant.h"
 #include "native_dot.h"
 #include "native_rows.h"
+#include "native_hash.h"
 #undef VW
 #undef NV
 #undef FN
@@ -76,6 +78,7 @@
 #include "native_quant.h"
 #include "native_dot.h"
 #include "native_rows.h"
+#include "native_hash.h"
 #undef VW
 #undef NV
 #undef FN
@@ -93,6 +96,7 @@
 #include "native_quant.h"
 #include "native_dot.h"
 #include "native_rows.h"
+#include "native_hash.h"
 #undef ISA_AVX512
 #endif
 
@@ -109,9 +113,10 @@ struct isa {
     void (*norm)(int64_t, const float *, const float *, float, float *);
     void (*add)(int64_t, const float *, float *);
     void (*turn)(int64_t, int, const float *, const float *, float *);
+    void (*hash)(const uint8_t *, int64_t, uint8_t *);
 };
 
-#define SET(n) {#n, attend_##n, merge_##n, join_##n, seal_##n, dequantise_##n, linear_##n, gate_##n, unpack_##n, norm_##n, add_##n, turn_##n}
+#define SET(n) {#n, attend_##n, merge_##n, join_##n, seal_##n, dequantise_##n, linear_##n, gate_##n, unpack_##n, norm_##n, add_##n, turn_##n, hash_##n}
 static const struct isa sets[] = {
     SET(plain),
 #if defined(__x86_64__)
@@ -225,6 +230,7 @@ static int small(const struct layer *l, int64_t tokens_times_rows) {
 #include "native_linear.h"
 #include "native_block.h"
 #include "native_packing.h"
+#include "native_read.h"
 
 /* ---- sealing, and history as float32 */
 
@@ -290,7 +296,7 @@ API int offbook_dequantise(const struct layer *l, const struct step *s, int64_t 
 
 /* ---- what the library is and may use */
 
-API int offbook_abi(void) { return 7; }
+API int offbook_abi(void) { return 8; }
 
 API void offbook_threads(int threads) {
     pool_resize(threads);

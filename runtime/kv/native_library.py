@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-_ABI = 7
+_ABI = 8
 
 
 class NativeUnavailable(RuntimeError):
@@ -66,6 +66,7 @@ def _load() -> ctypes.CDLL:
         "offbook_packed_bytes": (integer, [integer, integer, integer]),
         "offbook_pack": (ctypes.c_int, [pointer, integer, integer, integer, pointer]),
         "offbook_unpack": (ctypes.c_int, [pointer, integer, pointer, integer, pointer]),
+        "offbook_read": (integer, [ctypes.c_char_p, integer, integer, *[pointer] * 4]),
         "offbook_threads": (None, [ctypes.c_int]),
         "offbook_isa": (ctypes.c_char_p, [ctypes.c_char_p]),
     }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from numpy.typing import NDArray
 
 from ..observe.metrics import Metrics
+from ..store.blocks import Destinations
 from ..store.hashing import root_hash
 from ..store.layout import Tail, TailInfo
 from .arrays import PoolArrays
@@ -43,9 +44,12 @@ class Store(Protocol):
         agent: str | None = None,
         salt: str = "",
     ) -> Future[Any]: ...
-    def load_block(
-        self, name: bytes, dests: Sequence[NDArray[Any] | None], *, priority: int = 0
-    ) -> Future[Any]: ...
+    @property
+    def takes_places(self) -> bool: ...
+    def load_block(self, name: bytes, dests: Destinations, *, priority: int = 0) -> Future[Any]: ...
+    def load_blocks(
+        self, wanted: Iterable[tuple[bytes, Destinations]], *, priority: int = 0
+    ) -> list[Future[Any]]: ...
     def put_tail(self, agent: str, tail: Tail, *, salt: str = "", copy: bool = True) -> Future[Any]: ...
     def load_tail(
         self, agent: str, salt: str = "", *, at: int | None = None, priority: int = 0

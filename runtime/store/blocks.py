@@ -6,11 +6,15 @@ so that writing is one ``writev`` from the caller's arrays and reading is one ``
 
 from __future__ import annotations
 
+import ctypes
 import os
 from binascii import a2b_base64, b2a_base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from . import container
 from .container import CHECKSUMS_AT, CorruptFile, Header, digest
@@ -20,8 +24,34 @@ from .results import StoreUsageError
 
 FORMAT = "offbook-block-1"
 
-Destinations = Mapping[str, Array] | Sequence[Array | None]
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Memory to fill, for a store with a ``Reader``: contiguous, of the layout's sizes, and not checked.
+
+    Attributes:
+        addresses: int64 [tensors], in layout order; 0 skips a tensor.
+        owner: what keeps the memory alive.
+    """
+
+    addresses: NDArray[np.int64]
+    owner: Any
+
+
+Destinations = Mapping[str, Array] | Sequence[Array | None] | Places
 """Arrays to fill: by tensor name (those not named are not read), or in layout order with None to skip."""
+
+Ordered = list[Array | None] | Places
+
+Reader = Callable[[str, int, NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]], tuple[int, int]]
+"""Reads a file of pieces at once, the interpreter's lock released: path, the file's size, addresses and sizes
+of all its pieces, and room for 16 bytes of xxh3-128 of each (not of those up to ``HASHED_HERE`` bytes).
+
+Returns bytes read and the file's true size; reads nothing if that is another. Raises OSError.
+"""
+
+HASHED_HERE = 240
+"""Bytes of a tensor up to which a ``Reader`` leaves the checksum to us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +93,24 @@ def inspect_block(path: str, name: bytes) -> BlockInfo:
         os.close(fd)
 
 
+class Scratch:
+    """One thread's memory for reading blocks of one format."""
+
+    def __init__(self, fmt: BlockFormat) -> None:
+        pieces = 1 + len(fmt.layout)
+        self.header = bytearray(fmt.header_bytes)
+        self.addresses = np.zeros(pieces, np.int64)
+        self.addresses[0] = np.frombuffer(self.header, np.uint8).ctypes.data
+        self.checksums = np.zeros(16 * pieces, np.uint8)
+
+
 class BlockFormat:
     """Writes and reads blocks of one fingerprint and layout. Thread-safe: holds no changing state."""
 
-    def __init__(self, fingerprint: str, layout: Sequence[TensorSpec]) -> None:
+    def __init__(self, fingerprint: str, layout: Sequence[TensorSpec], reader: Reader | None = None) -> None:
         if not layout or any(spec.nbytes == 0 for spec in layout):
             raise StoreUsageError("a block's layout needs at least one tensor, and no empty ones")
-        self.fingerprint = fingerprint
+        self.fingerprint, self.reader = fingerprint, reader
         self.layout = tuple(layout)
         self.sizes = tuple(spec.nbytes for spec in self.layout)
         self.data_bytes = sum(self.sizes)
@@ -82,6 +123,8 @@ class BlockFormat:
         )
         self.header_bytes = len(blank)
         self.file_bytes = self.header_bytes + self.data_bytes
+        self._pieces = np.array([self.header_bytes, *self.sizes], np.int64)
+        self._hashed_here = [i for i, size in enumerate(self.sizes, 1) if size <= HASHED_HERE]
         self._checksums_end = CHECKSUMS_AT + container.checksums_text_length(len(self.layout))
 
     def _header(self, name: bytes, parent: bytes, ids: bytes, checksums: bytes) -> bytearray:
@@ -102,15 +145,19 @@ class BlockFormat:
                 raise StoreUsageError(f"a block to be written lacks {spec.name!r}")
         return ordered  # type: ignore[return-value]  # no None is left, as just checked
 
-    def destinations(self, dests: Destinations) -> list[Array | None]:
+    def destinations(self, dests: Destinations) -> Ordered:
         """Destinations in file order, checked, None for what is not wanted."""
+        if isinstance(dests, Places):
+            if self.reader is None or dests.addresses.shape != (len(self.layout),):
+                raise StoreUsageError(f"{len(dests.addresses)} places for {len(self.layout)} tensors")
+            return dests
         ordered = self._order(dests)
         for spec, array in zip(self.layout, ordered, strict=True):
             if array is not None and not array.flags.writeable:
                 raise StoreUsageError(f"the destination for {spec.name!r} cannot be written")
         return ordered
 
-    def _order(self, arrays: Destinations) -> list[Array | None]:
+    def _order(self, arrays: Mapping[str, Array] | Sequence[Array | None]) -> list[Array | None]:
         if isinstance(arrays, Mapping):
             ordered: list[Array | None] = [arrays.get(spec.name) for spec in self.layout]
             if len(arrays) != sum(array is not None for array in ordered):
@@ -135,18 +182,56 @@ class BlockFormat:
         """The sealed header of a block of these arrays: header then arrays is the file."""
         return self._header(name, parent, ids_bytes(ids), container.digests(arrays))
 
-    def read(self, path: str, seal: bytes, dests: Sequence[Array | None], scratch: bytearray) -> int:
+    def read(self, path: str, seal: bytes, dests: Ordered, scratch: Scratch) -> int:
         """Read and verify the wanted tensors of a block straight into their destinations.
 
         Args:
             path: the file.
             seal: the seal the index remembers for it.
             dests: as from ``destinations``.
-            scratch: ``header_bytes`` long; overwritten.
+            scratch: of this format; overwritten.
 
         Returns: bytes read. Raises: CorruptFile, OSError; destinations then hold garbage.
         """
-        runs: list[tuple[int, list[Any]]] = [(0, [scratch])]
+        if isinstance(dests, Places):
+            wanted = dests.addresses != 0
+            nbytes, got = self._read_at_once(path, dests, scratch)
+        else:
+            wanted = np.array([dest is not None for dest in dests])
+            nbytes = self._read_pieces(path, dests, scratch.header)
+            got = b"".join([bytes(16) if dest is None else digest(dest) for dest in dests])
+        if container.seal_of(scratch.header) != seal or container.read_seal(scratch.header) != seal:
+            raise CorruptFile("the header does not match the catalog's seal")
+        want = a2b_base64(scratch.header[CHECKSUMS_AT : self._checksums_end])
+        if got != want:
+            bad = [
+                spec.name
+                for i, spec in enumerate(self.layout)
+                if wanted[i] and got[16 * i : 16 * i + 16] != want[16 * i : 16 * i + 16]
+            ]
+            if bad:
+                raise CorruptFile(f"checksum of {', '.join(bad[:3])} differs")
+        return nbytes
+
+    def _read_at_once(self, path: str, places: Places, scratch: Scratch) -> tuple[int, bytes]:
+        """With the ``Reader``: bytes read, and the checksums of all tensors that are wanted."""
+        assert self.reader is not None
+        addresses, checksums = scratch.addresses, scratch.checksums
+        addresses[1:] = places.addresses
+        nbytes, found = self.reader(path, self.file_bytes, addresses, self._pieces, checksums)
+        if found != self.file_bytes:
+            raise CorruptFile(f"{found} bytes instead of {self.file_bytes}")
+        missing = int(self._pieces[addresses != 0].sum()) - nbytes
+        if missing:
+            raise CorruptFile(f"the file ends {missing} bytes early")
+        for i in self._hashed_here:
+            if addresses[i]:
+                content = ctypes.string_at(int(addresses[i]), self.sizes[i - 1])
+                checksums[16 * i : 16 * i + 16] = np.frombuffer(digest(content), np.uint8)
+        return nbytes, checksums[16:].tobytes()
+
+    def _read_pieces(self, path: str, dests: Sequence[Array | None], header: bytearray) -> int:
+        runs: list[tuple[int, list[Any]]] = [(0, [header])]
         at, end = self.header_bytes, self.header_bytes
         for size, dest in zip(self.sizes, dests, strict=True):
             if dest is not None:
@@ -166,16 +251,4 @@ class BlockFormat:
                 container.read_into(fd, buffers)
         finally:
             os.close(fd)
-        if container.seal_of(scratch) != seal or container.read_seal(scratch) != seal:
-            raise CorruptFile("the header does not match the catalog's seal")
-        want = a2b_base64(scratch[CHECKSUMS_AT : self._checksums_end])
-        got = b"".join([b"" if dest is None else digest(dest) for dest in dests])
-        if any(dest is None for dest in dests):
-            want = b"".join(want[16 * i : 16 * i + 16] for i, dest in enumerate(dests) if dest is not None)
-        if got != want:
-            read = [spec for spec, dest in zip(self.layout, dests, strict=True) if dest is not None]
-            bad = [
-                s.name for i, s in enumerate(read) if got[16 * i : 16 * i + 16] != want[16 * i : 16 * i + 16]
-            ]
-            raise CorruptFile(f"checksum of {', '.join(bad[:3])} differs")
-        return sum(len(buffer) if buffer is scratch else buffer.nbytes for _, part in runs for buffer in part)
+        return sum(len(buffer) if buffer is header else buffer.nbytes for _, part in runs for buffer in part)

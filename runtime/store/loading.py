@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from .blocks import BlockFormat
+from .blocks import BlockFormat, Ordered, Scratch
 from .container import CorruptFile
-from .layout import Array
 from .results import Corrupt, Failed, Loaded, LoadResult, Missing, TailLoaded, TailResult
 from .state import State
 from .tails import read_tail
@@ -20,15 +19,15 @@ _TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPER
 
 
 def load_block(
-    state: State, fmt: BlockFormat, name: bytes, dests: Sequence[Array | None], scratch: dict[str, bytearray]
+    state: State, fmt: BlockFormat, name: bytes, dests: Ordered, scratch: dict[str, Scratch]
 ) -> LoadResult:
-    """Read and verify a block into its destinations. ``scratch`` keeps the thread's header buffer."""
+    """Read and verify a block into its destinations. ``scratch`` keeps the thread's memory for it."""
     entry = state.index.blocks.get(name)
     if entry is None:
         return Missing(f"block {name.hex()} is not stored")
-    header = scratch.setdefault("header", bytearray(fmt.header_bytes))
+    mine = scratch.get("block") or scratch.setdefault("block", Scratch(fmt))
     try:
-        nbytes = fmt.read(state.paths.block(name), entry.seal, dests, header)
+        nbytes = fmt.read(state.paths.block(name), entry.seal, dests, mine)
     except (CorruptFile, OSError) as error:
         return _bad(state, error, f"block {name.hex()}", lambda what: state.bad_block(name, entry, what))
     state.count("blocks_loaded")

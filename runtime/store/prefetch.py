@@ -24,7 +24,7 @@ class Load:
 
     __slots__ = ("future", "priority", "started", "work")
 
-    def __init__(self, work: Callable[[dict[str, bytearray]], Any], priority: int) -> None:
+    def __init__(self, work: Callable[[dict[str, Any]], Any], priority: int) -> None:
         self.work = work
         self.priority = priority
         self.started = False
@@ -93,7 +93,7 @@ class Loader:
             thread.join()
 
     def _run(self) -> None:
-        scratch: dict[str, bytearray] = {}
+        scratch: dict[str, Any] = {}
         while True:
             with self._wake:
                 while not self._heap:

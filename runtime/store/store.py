@@ -22,7 +22,7 @@ import numpy as np
 
 from . import hashing, retention
 from .audit import VerifyReport, verify
-from .blocks import BlockFormat, Destinations
+from .blocks import BlockFormat, Destinations, Reader
 from .disk import Disk
 from .hashing import TokenIds
 from .index import AgentEntry
@@ -68,6 +68,7 @@ class BlockStore:
         lock_seconds: float = 20.0,
         read_only: bool = False,
         disk: Disk | None = None,
+        reader: Reader | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Open or make the store.
@@ -85,6 +86,7 @@ class BlockStore:
             lock_seconds: how long to wait for another process to let go of the folder.
             read_only: change nothing and take no lock; puts are refused with ``ReadOnly``.
             disk, clock: replaced by tests.
+            reader: reads block files at once; with it ``load_blocks`` takes ``Places``.
 
         Raises:
             StoreLocked: another process has the store open.
@@ -94,7 +96,7 @@ class BlockStore:
             raise StoreUsageError("snapshots and pending_bytes are at least 1, cap_bytes at least 0 or None")
         self.fingerprint = fingerprint
         self.layout = tuple(layout)
-        self._format = BlockFormat(fingerprint, layout)
+        self._format = BlockFormat(fingerprint, layout, reader)
         self._snapshots = snapshots
         self._closed = False
         self._in_flight: dict[bytes, BlockPut] = {}
@@ -214,6 +216,11 @@ class BlockStore:
         with self._state.lock:
             if self._in_flight.get(put.name) is put:
                 del self._in_flight[put.name]
+
+    @property
+    def takes_places(self) -> bool:
+        """Whether destinations may be ``Places``."""
+        return self._format.reader is not None
 
     def load_block(self, name: bytes, dests: Destinations, *, priority: int = 0) -> Future[LoadResult]:
         """Read a block into ``dests`` and verify it. See ``load_blocks``."""

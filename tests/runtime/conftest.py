@@ -29,7 +29,7 @@ from mlx_lm.models import deepseek_v2, gemma3_text, lfm2, llama  # noqa: E402
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 
 from offbook.runtime.engine.batch import Batch  # noqa: E402
-from offbook.runtime.kv import native  # noqa: E402
+from offbook.runtime.kv import native, native_read  # noqa: E402
 from offbook.runtime.kv.arrays import PoolArrays  # noqa: E402
 from offbook.runtime.kv.kernel import NativeAttention  # noqa: E402
 from offbook.runtime.kv.memory import KVMemory, Loading, Plan  # noqa: E402
@@ -264,7 +264,13 @@ class Rig:
             for group in self.spec.groups
             for tensor in group.tensors(self.scheme)
         ]
-        return BlockStore(self.folder, fingerprint=self.fingerprint, layout=layout, lock_seconds=1.0)
+        return BlockStore(
+            self.folder,
+            fingerprint=self.fingerprint,
+            layout=layout,
+            lock_seconds=1.0,
+            reader=native_read.reader() if self.native else None,
+        )
 
     def close(self) -> None:
         if self.store is not None:

@@ -24,7 +24,7 @@ from offbook.runtime.engine.job import Job
 from offbook.runtime.engine.loop import EngineLoop
 from offbook.runtime.engine.sampling import Sampler
 from offbook.runtime.engine.text import TextStream
-from offbook.runtime.kv import native
+from offbook.runtime.kv import native, native_read
 from offbook.runtime.kv.kernel import NativeAttention
 from offbook.runtime.kv.scheme import BLOCK, GROUP, KVScheme
 from offbook.runtime.models.fingerprint import combine
@@ -181,7 +181,12 @@ class Harness:
             for tensor in group.tensors(scheme)
         ]
         return BlockStore(
-            self.folder, fingerprint=fingerprint, layout=layout, lock_seconds=1.0, cap_bytes=self.cap
+            self.folder,
+            fingerprint=fingerprint,
+            layout=layout,
+            lock_seconds=1.0,
+            cap_bytes=self.cap,
+            reader=native_read.reader(),
         )
 
     # ---- turns

@@ -205,15 +205,16 @@ def test_what_the_disk_cannot_give_is_not_asked_for_again(
     one, text = rig("llama", folder=tmp_path), ids(705)
     one.say("a", text[:700])
     one.evict("a")
-    load = one.store.load_block
+    load = one.store.load_blocks
 
-    def failing(name: bytes, dests: Any, *, priority: int = 0) -> Any:
-        future = load(name, dests, priority=priority)
-        result = type(future)()
-        future.add_done_callback(lambda _: result.set_result(Failed("Input/output error")))
-        return result
+    def failing(wanted: Any, *, priority: int = 0) -> Any:
+        results = []
+        for future in load(wanted, priority=priority):
+            results.append(type(future)())
+            future.add_done_callback(lambda _, of=results[-1]: of.set_result(Failed("Input/output error")))
+        return results
 
-    monkeypatch.setattr(one.store, "load_block", failing)
+    monkeypatch.setattr(one.store, "load_blocks", failing)
     got, plan = one.say("a", text)
     assert plan.source == "cold"
     assert np.array_equal(got, rig("llama").say("a", text)[0])
