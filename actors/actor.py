@@ -28,6 +28,9 @@ from .supervision import Supervision
 if TYPE_CHECKING:
     from .turn import Turn
 
+MAX_DELAY_SECONDS = 100 * 365.25 * 86400
+"""Of a timer: what is longer is a slip, and past some length the clock loses its seconds."""
+
 F = TypeVar("F", bound=Callable[..., Awaitable[Any]])
 
 
@@ -224,8 +227,10 @@ class Actor:
         if tag_of(message) not in spec.handlers:
             raise InvalidRequest(f"{type(self).__name__} has no handler for {tag_of(message)!r}")
         length = seconds(delay)
-        if not 0 <= length < float("inf"):
-            raise InvalidRequest(f"a delay must be zero or more seconds, got {length}")
+        if not 0 <= length <= MAX_DELAY_SECONDS:
+            raise InvalidRequest(
+                f"a delay is zero to {MAX_DELAY_SECONDS:.0f} seconds (a hundred years), got {length}"
+            )
         return self._now_turn().after(length, message, name)
 
     def cancel(self, timer: str) -> None:

@@ -18,6 +18,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from ..store.reading import address
 from .scheme import KVScheme
 from .spec import LayerSpec, ModelCacheSpec, TensorLayout, block_tensors, page_tensors
 
@@ -38,6 +39,11 @@ def to_bits(x: mx.array) -> mx.array:
 
 def from_bits(x: mx.array) -> mx.array:
     return x.view(mx.bfloat16)
+
+
+def _places(views: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
+    """[2, views]: where each begins, and bytes from slot to slot."""
+    return np.array([[address(view) for view in views], [view.strides[0] for view in views]], np.int64)
 
 
 class PoolArrays:
@@ -65,6 +71,7 @@ class PoolArrays:
         self._views: dict[int, NDArray[Any]] = {}
         self._slot_views: dict[tuple[int, int], list[NDArray[Any]]] = {}
         self._places: dict[int, NDArray[np.int64]] = {}
+        self._page_places: NDArray[np.int64] | None = None
         self._of = {
             layer.index: scheme.of(layer.index, windowed=layer.window is not None)
             for layer in spec.attention_layers
@@ -136,8 +143,7 @@ class PoolArrays:
         places = self._places.get(group)
         if places is None:
             views = [self.view(array) for array in self._block_arrays(group)]
-            starts = [view.__array_interface__["data"][0] for view in views]
-            places = self._places[group] = np.array([starts, [view.strides[0] for view in views]], np.int64)
+            places = self._places[group] = _places(views)
         addresses: NDArray[np.int64] = places[0] + slot * places[1]
         return addresses
 
@@ -173,6 +179,14 @@ class PoolArrays:
             for layer in self.spec.attention_layers
             for array in self.pages[layer.index].values()
         ]
+
+    def page_addresses(self, page: int) -> NDArray[np.int64]:
+        """Where ``page_buffers``' arrays are (host mode)."""
+        if self._page_places is None:
+            arrays = (a for layer in self.spec.attention_layers for a in self.pages[layer.index].values())
+            self._page_places = _places([self.view(array) for array in arrays])
+        addresses: NDArray[np.int64] = self._page_places[0] + page * self._page_places[1]
+        return addresses
 
     def put_page(self, page: int, tensors: Sequence[NDArray[Any]]) -> None:
         arrays = [a for layer in self.spec.attention_layers for a in self.pages[layer.index].values()]

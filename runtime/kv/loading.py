@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..store.blocks import Destinations, Places
+from ..store.blocks import Destinations
 from ..store.layout import OPENING, Tail
+from ..store.reading import Places
 from ..store.results import Failed
 from .planning import Plan
 from .resident import Key, Resident, Store
@@ -28,6 +29,7 @@ from .saving import leading_groups
 from .scheme import BLOCK, GROUP
 from .state import RecurrentState
 from .table import ABSENT, AgentTable, Ids
+from .unpacking import Unpacking
 
 log = logging.getLogger("offbook.engine")
 
@@ -109,6 +111,7 @@ class Loader:
     def __init__(self, kv: Resident, loaded: Callable[[Loading], None]) -> None:
         self._kv = kv
         self._loaded = loaded
+        self._unpacking = Unpacking(kv.spec, kv.scheme, kv.arrays)
         self._group_sizes = [len(group.tensors(kv.scheme)) for group in kv.spec.groups]
 
     def start(self, key: Key, plan: Plan, *, priority: int = 0) -> AgentTable | Loading:
@@ -127,6 +130,8 @@ class Loader:
         self._kv.tables[key] = table
         if plan.source == "clone" and plan.origin is not None:
             self._clone(plan.origin, table)
+            if plan.tokens < table.tokens:  # it goes on otherwise than an opening that was read ahead
+                table.truncate(plan.tokens, self._kv.pool)
         if plan.source != "warm":
             return table
         loading = Loading(key, table, plan, priority)
@@ -169,7 +174,7 @@ class Loader:
             self._kv.arrays.copy_page(page, mine)
             table.pages.append(mine)
         table.ids, table.tokens, table.sealed = origin.ids[: origin.tokens], origin.tokens, origin.sealed
-        table.chain, table.state = list(origin.chain), dict(origin.state)
+        table.chain, table.state, table.opening = list(origin.chain), dict(origin.state), origin.opening
 
     def _destinations(self, loading: Loading) -> Reads:
         """Take the slots and pages of a plan. Returns what is to be read into them."""
@@ -291,6 +296,8 @@ class Loader:
 
     def _restore_tail(self, table: AgentTable, tail: Tail) -> str | None:
         """Put a saved tail into the table's slots and pages. A reason if it does not fit."""
+        if self._unpacking.restore(table, tail.arrays):
+            return None
         groups = table.sealed % BLOCK // GROUP
         try:
             if groups:

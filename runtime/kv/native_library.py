@@ -67,6 +67,7 @@ def _load() -> ctypes.CDLL:
         "offbook_pack": (ctypes.c_int, [pointer, integer, integer, integer, pointer]),
         "offbook_unpack": (ctypes.c_int, [pointer, integer, pointer, integer, pointer]),
         "offbook_read": (integer, [ctypes.c_char_p, integer, integer, *[pointer] * 4]),
+        "offbook_copy": (None, [integer, pointer]),
         "offbook_threads": (None, [ctypes.c_int]),
         "offbook_isa": (ctypes.c_char_p, [ctypes.c_char_p]),
     }

@@ -60,3 +60,14 @@ API int64_t offbook_read(const char *path, int64_t size, int64_t count, void *co
         if (to[i] && sizes[i] >= HASH_LEAST) isa->hash(to[i], sizes[i], sums + 16 * i);
     return got;
 }
+
+struct copy { /* `rows` rows of `bytes` bytes, at these strides */
+    const char *from;
+    char *to;
+    int64_t rows, bytes, from_row, to_row;
+};
+
+API void offbook_copy(int64_t count, const struct copy *c) {
+    for (; count > 0; count--, c++)
+        for (int64_t r = 0; r < c->rows; r++) memcpy(c->to + r * c->to_row, c->from + r * c->from_row, (size_t)c->bytes);
+}

@@ -1,4 +1,4 @@
-"""The native kernel as the block store's reader (``runtime.store.blocks.Reader``)."""
+"""The native kernel as the block store's reader (``runtime.store.reading.Reader``)."""
 
 from __future__ import annotations
 

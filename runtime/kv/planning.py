@@ -63,14 +63,13 @@ class Planner:
             if reusable == table.tokens:
                 return best
         for other in self._kv.tables.values() if clone else ():
-            if other is not table and other.salt == key[1] and best.tokens < other.tokens <= limit:
-                whole = self._whole(other, ids)
-                if (
-                    whole
-                    and key not in self._kv.loading
-                    and (other.agent, other.salt) not in self._kv.loading
-                ):
-                    best = Plan("clone", other.tokens, origin=other)
+            if other is table or other.salt != key[1] or key in self._kv.loading:
+                continue
+            if (other.agent, other.salt) in self._kv.loading:
+                continue
+            for tokens in (other.tokens, other.tokens - other.opening):
+                if best.tokens < tokens <= limit and np.array_equal(other.ids[:tokens], ids[:tokens]):
+                    best = Plan("clone", tokens, origin=other)
         names = chain(ids[:limit], self._kv.root(key[1]))
         reach = 0
         while reach < len(names) and self._available(names[reach]):
@@ -102,9 +101,6 @@ class Planner:
                 if chain_at(whole, self._kv.root(salt)) == info.chain:
                     return tokens, over
         return None
-
-    def _whole(self, other: AgentTable, ids: Ids) -> bool:
-        return bool(np.array_equal(other.ids[: other.tokens], ids[: other.tokens]))
 
     def _available(self, name: bytes) -> bool:
         if self._kv.on_disk(name):

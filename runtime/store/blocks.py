@@ -6,52 +6,28 @@ so that writing is one ``writev`` from the caller's arrays and reading is one ``
 
 from __future__ import annotations
 
-import ctypes
 import os
 from binascii import a2b_base64, b2a_base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from . import container
 from .container import CHECKSUMS_AT, CorruptFile, Header, digest
 from .hashing import BLOCK_ID_BYTES, HASH_BYTES, TokenIds, block_hash, ids_bytes
 from .layout import Array, TensorSpec
+from .reading import Pieces, Places, Reader, address
 from .results import StoreUsageError
 
 FORMAT = "offbook-block-1"
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Memory to fill, for a store with a ``Reader``: contiguous, of the layout's sizes, and not checked.
-
-    Attributes:
-        addresses: int64 [tensors], in layout order; 0 skips a tensor.
-        owner: what keeps the memory alive.
-    """
-
-    addresses: NDArray[np.int64]
-    owner: Any
 
 
 Destinations = Mapping[str, Array] | Sequence[Array | None] | Places
 """Arrays to fill: by tensor name (those not named are not read), or in layout order with None to skip."""
 
 Ordered = list[Array | None] | Places
-
-Reader = Callable[[str, int, NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]], tuple[int, int]]
-"""Reads a file of pieces at once, the interpreter's lock released: path, the file's size, addresses and sizes
-of all its pieces, and room for 16 bytes of xxh3-128 of each (not of those up to ``HASHED_HERE`` bytes).
-
-Returns bytes read and the file's true size; reads nothing if that is another. Raises OSError.
-"""
-
-HASHED_HERE = 240
-"""Bytes of a tensor up to which a ``Reader`` leaves the checksum to us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +76,7 @@ class Scratch:
         pieces = 1 + len(fmt.layout)
         self.header = bytearray(fmt.header_bytes)
         self.addresses = np.zeros(pieces, np.int64)
-        self.addresses[0] = np.frombuffer(self.header, np.uint8).ctypes.data
+        self.addresses[0] = address(self.header)
         self.checksums = np.zeros(16 * pieces, np.uint8)
 
 
@@ -123,8 +99,7 @@ class BlockFormat:
         )
         self.header_bytes = len(blank)
         self.file_bytes = self.header_bytes + self.data_bytes
-        self._pieces = np.array([self.header_bytes, *self.sizes], np.int64)
-        self._hashed_here = [i for i, size in enumerate(self.sizes, 1) if size <= HASHED_HERE]
+        self._pieces = Pieces(self.header_bytes, self.sizes)
         self._checksums_end = CHECKSUMS_AT + container.checksums_text_length(len(self.layout))
 
     def _header(self, name: bytes, parent: bytes, ids: bytes, checksums: bytes) -> bytearray:
@@ -203,32 +178,15 @@ class BlockFormat:
         if container.seal_of(scratch.header) != seal or container.read_seal(scratch.header) != seal:
             raise CorruptFile("the header does not match the catalog's seal")
         want = a2b_base64(scratch.header[CHECKSUMS_AT : self._checksums_end])
-        if got != want:
-            bad = [
-                spec.name
-                for i, spec in enumerate(self.layout)
-                if wanted[i] and got[16 * i : 16 * i + 16] != want[16 * i : 16 * i + 16]
-            ]
-            if bad:
-                raise CorruptFile(f"checksum of {', '.join(bad[:3])} differs")
+        container.compare(self.layout, got, want, wanted)
         return nbytes
 
     def _read_at_once(self, path: str, places: Places, scratch: Scratch) -> tuple[int, bytes]:
         """With the ``Reader``: bytes read, and the checksums of all tensors that are wanted."""
         assert self.reader is not None
-        addresses, checksums = scratch.addresses, scratch.checksums
-        addresses[1:] = places.addresses
-        nbytes, found = self.reader(path, self.file_bytes, addresses, self._pieces, checksums)
-        if found != self.file_bytes:
-            raise CorruptFile(f"{found} bytes instead of {self.file_bytes}")
-        missing = int(self._pieces[addresses != 0].sum()) - nbytes
-        if missing:
-            raise CorruptFile(f"the file ends {missing} bytes early")
-        for i in self._hashed_here:
-            if addresses[i]:
-                content = ctypes.string_at(int(addresses[i]), self.sizes[i - 1])
-                checksums[16 * i : 16 * i + 16] = np.frombuffer(digest(content), np.uint8)
-        return nbytes, checksums[16:].tobytes()
+        scratch.addresses[1:] = places.addresses
+        nbytes = self._pieces.read(self.reader, path, scratch.addresses, scratch.checksums)
+        return nbytes, scratch.checksums[16:].tobytes()
 
     def _read_pieces(self, path: str, dests: Sequence[Array | None], header: bytearray) -> int:
         runs: list[tuple[int, list[Any]]] = [(0, [header])]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from .blocks import BlockFormat, Ordered, Scratch
 from .container import CorruptFile
+from .reading import Reader
 from .results import Corrupt, Failed, Loaded, LoadResult, Missing, TailLoaded, TailResult
 from .state import State
 from .tails import read_tail
@@ -35,7 +36,7 @@ def load_block(
     return Loaded(nbytes)
 
 
-def load_tail(state: State, key: bytes, agent: str, at: int | None) -> TailResult:
+def load_tail(state: State, key: bytes, agent: str, at: int | None, reader: Reader | None) -> TailResult:
     """Read and verify the tail of an agent at ``at`` tokens, or its newest."""
     with state.lock:
         entry = state.index.agents.get(key)
@@ -46,7 +47,7 @@ def load_tail(state: State, key: bytes, agent: str, at: int | None) -> TailResul
     tail = found[-1]
     path = state.paths.tail(key, tail.tokens, tail.serial)
     try:
-        _, loaded = read_tail(path, key, tail.tokens, tail.serial, tail.seal)
+        loaded = read_tail(path, key, tail.tokens, tail.serial, tail.seal, state.known_tails, reader)
     except (CorruptFile, OSError) as error:
         label = f"tail of {agent!r} at {tail.tokens} tokens"
         return _bad(state, error, label, lambda what: state.bad_tail(key, tail, what))

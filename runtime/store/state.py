@@ -19,6 +19,7 @@ from .catalog import Catalog, CatalogDamaged
 from .disk import Disk, Paths, RootLock, disk_size, failure
 from .index import BlockEntry, Index, TailEntry
 from .results import Failed, Full, ReadOnly, StoreLocked
+from .tails import KnownTails
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class State:
         self.lock_seconds = lock_seconds
         self.lock = RLock()
         self.index = Index()
+        self.known_tails = KnownTails()
         self.counters: Counter[str] = Counter()
         self.lifetime: Counter[str] = Counter()
         self.reserved_bytes = 0

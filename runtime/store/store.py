@@ -22,7 +22,7 @@ import numpy as np
 
 from . import hashing, retention
 from .audit import VerifyReport, verify
-from .blocks import BlockFormat, Destinations, Reader
+from .blocks import BlockFormat, Destinations
 from .disk import Disk
 from .hashing import TokenIds
 from .index import AgentEntry
@@ -30,6 +30,7 @@ from .inventory import AgentRecord, StoreStats, agent_records, store_stats, tail
 from .layout import Array, Tail, TailInfo, TensorSpec
 from .loading import load_block, load_tail
 from .prefetch import Load, Loader
+from .reading import Reader
 from .recover import recover
 from .results import (
     Busy,
@@ -301,7 +302,7 @@ class BlockStore:
         Returns: a future of ``TailLoaded``, ``Missing``, ``Corrupt`` or ``Failed``.
         """
         key = agent_key(self.fingerprint, salt, agent)
-        load = Load(lambda _: load_tail(self._state, key, agent, at), priority)
+        load = Load(lambda _: load_tail(self._state, key, agent, at, self._format.reader), priority)
         return self._loader.submit([load])[0]
 
     # Owners

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from binascii import a2b_base64, b2a_base64
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -21,6 +23,7 @@ from . import container
 from .container import CorruptFile, Header
 from .hashing import HASH_BYTES, chain_at, ids_bytes
 from .layout import OPENING, Array, Tail, TensorSpec
+from .reading import FlatArrays, Pieces, Reader, address
 from .results import StoreUsageError
 
 FORMAT = "offbook-tail-1"
@@ -86,15 +89,20 @@ def check_tail(tail: Tail) -> None:
 
 def encode_tail(
     fingerprint: str, salt: str, agent: str, tail: Tail, serial: int
-) -> tuple[bytearray, list[Array]]:
-    """The sealed header and the arrays (contiguous, in file order) of a tail file."""
+) -> tuple[bytearray, list[Array], TailFacts]:
+    """The sealed header and the arrays (contiguous, in file order) of a tail file, and what it says."""
     arrays = [np.ascontiguousarray(array) for array in tail.arrays.values()]
-    return _tail_header(fingerprint, salt, agent, tail, serial, container.digests(arrays)), arrays
+    checksums = container.digests(arrays)
+    raw, fields, specs = _tail_header(fingerprint, salt, agent, tail, serial, checksums)
+    header = Header(fields, tuple(specs), checksums, container.seal_of(raw), len(raw))
+    blocks, note = b"".join(tail.blocks), dict(tail.note)
+    facts = TailFacts(fingerprint, salt, agent, tail.tokens, tail.chain, blocks, serial, note, header)
+    return raw, arrays, facts
 
 
 def _tail_header(
     fingerprint: str, salt: str, agent: str, tail: Tail, serial: int, checksums: bytes
-) -> bytearray:
+) -> tuple[bytearray, dict[str, str], list[TensorSpec]]:
     fields = {
         "format": FORMAT,
         "fingerprint": fingerprint,
@@ -107,14 +115,13 @@ def _tail_header(
         "note": json.dumps(dict(tail.note), separators=(",", ":")),
     }
     specs = [TensorSpec.of(name, array) for name, array in tail.arrays.items()]
-    return container.make_header(fields, container.tensor_table(specs), checksums)
+    return container.make_header(fields, container.tensor_table(specs), checksums), fields, specs
 
 
 def tail_bytes(fingerprint: str, salt: str, agent: str, tail: Tail, serial: int) -> int:
     """The size of the file ``encode_tail`` would make, without reading the arrays."""
-    return len(_tail_header(fingerprint, salt, agent, tail, serial, bytes(16 * len(tail.arrays)))) + sum(
-        array.nbytes for array in tail.arrays.values()
-    )
+    raw, _, _ = _tail_header(fingerprint, salt, agent, tail, serial, bytes(16 * len(tail.arrays)))
+    return len(raw) + sum(array.nbytes for array in tail.arrays.values())
 
 
 def tail_facts(header: Header, key: bytes, tokens: int, serial: int) -> TailFacts:
@@ -153,18 +160,60 @@ def inspect_tail(path: str, key: bytes, tokens: int, serial: int) -> TailFacts:
         os.close(fd)
 
 
-def read_tail(path: str, key: bytes, tokens: int, serial: int, seal: bytes | None) -> tuple[TailFacts, Tail]:
+class KnownTails:
+    """Facts of tails lately written or read, by seal: equal seals mean equal headers. Thread-safe.
+
+    Parsing a header takes as long as reading the file.
+    """
+
+    def __init__(self, limit: int = 64) -> None:
+        self._limit = limit
+        self._facts: OrderedDict[bytes, TailFacts] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, facts: TailFacts) -> None:
+        with self._lock:
+            self._facts[facts.header.seal] = facts
+            self._facts.move_to_end(facts.header.seal)
+            while len(self._facts) > self._limit:
+                self._facts.popitem(last=False)
+
+    def get(self, seal: bytes) -> TailFacts | None:
+        with self._lock:
+            return self._facts.get(seal)
+
+
+def read_tail(
+    path: str, key: bytes, tokens: int, serial: int, seal: bytes, known: KnownTails, reader: Reader | None
+) -> Tail:
     """Read and verify a tail file. ``seal``: what the index remembers. Raises CorruptFile, OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        header = container.read_header(fd)
-        if seal is not None and header.seal != seal:
+    facts = known.get(seal)
+    if facts is None:
+        facts = inspect_tail(path, key, tokens, serial)
+        if facts.header.seal != seal:
             raise CorruptFile("the header does not match the catalog's seal")
-        facts = tail_facts(header, key, tokens, serial)
-        arrays = container.read_arrays(fd, header)
-    finally:
-        os.close(fd)
-    return facts, Tail(facts.tokens, facts.chain, split_names(facts.blocks), arrays, facts.note)
+        known.add(facts)
+    header = facts.header
+    raw, arrays = bytearray(header.size), FlatArrays(header)
+    sizes, starts = np.diff(arrays.offsets), address(arrays.data) + arrays.offsets[:-1]
+    if reader is not None:
+        checksums = np.zeros(16 * (1 + len(sizes)), np.uint8)
+        addresses = np.concatenate([[address(raw)], starts])
+        Pieces(header.size, sizes.tolist()).read(reader, path, addresses, checksums)
+        got = checksums[16:].tobytes()
+    else:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if (size := os.fstat(fd).st_size) != header.file_bytes:
+                raise CorruptFile(f"{size} bytes instead of {header.file_bytes}")
+            container.read_into(fd, [raw, arrays.data])
+        finally:
+            os.close(fd)
+        got = container.digests(list(arrays.values()))
+    if container.seal_of(raw) != seal or container.read_seal(raw) != seal:
+        raise CorruptFile("the header does not match the catalog's seal")
+    container.compare(header.tensors, got, header.checksums)
+    return Tail(facts.tokens, facts.chain, split_names(facts.blocks), arrays, facts.note)
 
 
 def split_names(packed: bytes) -> Sequence[bytes]:

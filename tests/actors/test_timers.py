@@ -92,6 +92,14 @@ async def test_without_an_end_virtual_time_runs_until_no_timer_is_left(tmp_path:
         assert (await stored_state(host, "sleeper/s"))["rings"] == ["b", "a"]
 
 
+@pytest.mark.parametrize("delay", [-1.0, float("inf"), float("nan"), 1e300])
+async def test_a_delay_that_no_clock_has_is_refused(tmp_path: Path, delay: float) -> None:
+    async with team(tmp_path, engine=False, clock=VirtualClock()) as (host, _):
+        await host.register(Sleeper)
+        with pytest.raises(InvalidRequest, match="a delay is zero to"):
+            await host.ask("sleeper/s", Arm(delay))
+
+
 async def test_a_timer_can_be_cancelled_and_replaced(tmp_path: Path) -> None:
     async with team(tmp_path, engine=False, clock=VirtualClock()) as (host, _):
         await host.register(Sleeper)

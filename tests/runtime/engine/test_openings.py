@@ -131,6 +131,20 @@ def test_a_fork_of_an_agent_with_an_opening_is_right(engine: Engine, one: Harnes
     assert opening_of(one, "a") == OPENING
 
 
+def test_a_fork_that_goes_on_otherwise_is_a_copy_all_the_same(engine: Engine, ids: Any) -> None:
+    one, plain = reads_ahead(engine("llama", read_ahead=True)), engine("llama")
+    replies = []
+    for each in (one, plain):
+        each.say("a", "x" * 290, sampling=greedy(9))
+        if each is one:
+            read(one, 1)
+        past = each.transcripts["a"]
+        more = np.concatenate([past, ids(30, 3)])
+        replies.append(each.run("b", more, kept=len(past), sampling=greedy(9), origin="a"))
+    same(*replies)
+    assert (replies[0].usage.source, replies[0].usage.reused_tokens) == ("hot", len(past))
+
+
 def test_a_message_that_waits_brings_the_opening_back_too(one: Harness) -> None:
     one.say("a", "x" * 290, sampling=greedy(9))
     read(one, 1)

@@ -12,8 +12,8 @@ import pytest
 
 from offbook.runtime.kv import native_read
 from offbook.runtime.store import Array, BlockStore, Tail, TensorSpec
-from offbook.runtime.store.blocks import Places
 from offbook.runtime.store.disk import Disk
+from offbook.runtime.store.reading import Places
 
 FINGERPRINT = "f" * 64
 LAYOUT = [

@@ -13,7 +13,7 @@ import xxhash
 
 from offbook.runtime.kv import native, native_read
 from offbook.runtime.store import Corrupt, Loaded, Missing, StoreUsageError, TensorSpec
-from offbook.runtime.store.blocks import HASHED_HERE, Places
+from offbook.runtime.store.reading import HASHED_HERE, Places
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.unavailable_reason()))
 

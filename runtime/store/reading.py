@@ -1,0 +1,106 @@
+"""Files as pieces: a header and tensors, read at once into memory that is given by addresses.
+
+Owns what a ``Reader`` is (the native kernel's, see ``runtime.kv.native_read``) and how its result is checked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .container import CorruptFile, Header, digest
+from .layout import DTYPES, Array, TensorSpec
+
+Reader = Callable[[str, int, NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]], tuple[int, int]]
+"""Reads a file of pieces, the interpreter's lock released: path, the file's size, addresses (0: not wanted)
+and sizes of all its pieces, and room for 16 bytes of xxh3-128 of each (not of those up to ``HASHED_HERE``
+bytes).
+
+Returns bytes read and the file's true size; reads nothing if that is another. Raises OSError.
+"""
+
+HASHED_HERE = 240
+"""Bytes of a piece up to which a ``Reader`` leaves the checksum to us."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Memory to fill, for a store with a ``Reader``: contiguous, of the layout's sizes, and not checked.
+
+    Attributes:
+        addresses: int64 [tensors], in layout order; 0 skips a tensor.
+        owner: what keeps the memory alive.
+    """
+
+    addresses: NDArray[np.int64]
+    owner: Any
+
+
+def address(buffer: bytearray | Array) -> int:
+    """Where a buffer's bytes begin."""
+    array = np.frombuffer(buffer, np.uint8) if isinstance(buffer, bytearray) else buffer
+    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
+
+
+class Pieces:
+    """The pieces of a kind of file: header, then tensors."""
+
+    def __init__(self, header_bytes: int, tensors: Sequence[int]) -> None:
+        self.sizes = np.array([header_bytes, *tensors], np.int64)
+        self.file_bytes = int(self.sizes.sum())
+        self._hashed_here = [i for i, size in enumerate(tensors, 1) if size <= HASHED_HERE]
+
+    def read(
+        self, reader: Reader, path: str, addresses: NDArray[np.int64], checksums: NDArray[np.uint8]
+    ) -> int:
+        """Read the pieces whose address is not 0; bytes read.
+
+        Args:
+            checksums: gets 16 bytes for every piece that is read, but for the header.
+
+        Raises:
+            CorruptFile: the file has another size. OSError.
+        """
+        nbytes, found = reader(path, self.file_bytes, addresses, self.sizes, checksums)
+        if found != self.file_bytes:
+            raise CorruptFile(f"{found} bytes instead of {self.file_bytes}")
+        missing = int(self.sizes[addresses != 0].sum()) - nbytes
+        if missing:
+            raise CorruptFile(f"the file ends {missing} bytes early")
+        for i in self._hashed_here:
+            if addresses[i]:
+                content = ctypes.string_at(int(addresses[i]), int(self.sizes[i]))
+                checksums[16 * i : 16 * i + 16] = np.frombuffer(digest(content), np.uint8)
+        return nbytes
+
+
+class FlatArrays(Mapping[str, Array]):
+    """A file's tensors as they lie in it, one after the other; views of them are made when asked for.
+
+    Attributes:
+        names: in file order.
+        data: uint8, all bytes.
+        offsets: int64 [tensors + 1], where each begins in ``data``, and the end.
+    """
+
+    def __init__(self, header: Header) -> None:
+        self._specs: dict[str, TensorSpec] = {spec.name: spec for spec in header.tensors}
+        self.names = tuple(self._specs)
+        self.offsets = np.cumsum([0, *(spec.nbytes for spec in header.tensors)])
+        self.data = np.empty(int(self.offsets[-1]), np.uint8)
+        self._place = dict(zip(self.names, self.offsets.tolist(), strict=False))
+
+    def __getitem__(self, name: str) -> Array:
+        spec, at = self._specs[name], self._place[name]
+        return self.data[at : at + spec.nbytes].view(DTYPES[spec.dtype]).reshape(spec.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
