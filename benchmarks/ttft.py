@@ -3,9 +3,9 @@
 For every length and repeat: a fresh slice of text and a question (cold), a second short turn, then two more,
 one of them with nothing evicted (hot) and one after the agent was evicted, its slots' content forgotten and
 everything is to be read from its files (warm; the files are in the page cache). Which of the two comes first
-alternates from repeat to repeat, and both begin when what follows the turn before is done (its agent's opening
-read, its memory saved), as after any pause. Lengths are interleaved; medians. Ratios compare with the reference
-table, absolute times do not.
+alternates from repeat to repeat, and both begin when what follows the turn before is done, as after a pause:
+its agent's opening read, its memory saved. Lengths are interleaved; medians. Ratios compare with the
+reference table, absolute times do not.
 """
 
 from __future__ import annotations

@@ -1,59 +1,33 @@
-"""The step thread: the only thread that touches MLX.
+"""The engine's loop: admit - decode - prefill - emit, turn after turn on the step thread.
 
-Owns the model, the pool and the loop admit - decode - prefill - emit. Other threads talk to it through
-``post``; it talks back through callbacks that must only hand things over.
+Owns when things are done. What the engine is made of is ``assembly.py``'s, who is next the scheduler's, how a
+job goes on ``steps.py``'s.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import mlx.core as mx
 import numpy as np
 
 from offbook.actors.lm import EngineStats, StateHandle, Where
-from offbook.bus.errors import (
-    Cancelled,
-    ContextTooLarge,
-    DeadlineExceeded,
-    EngineFailed,
-    InvalidRequest,
-    OffbookError,
-)
+from offbook.bus.errors import Cancelled, DeadlineExceeded, EngineFailed, OffbookError
 
-from ..kv.arrays import PoolArrays
-from ..kv.memory import Key, KVMemory, Loading
-from ..kv.pool import BlockPool
-from ..kv.probe import derive, make_caches
-from ..kv.scheme import KVScheme
-from ..kv.spec import ModelCacheSpec
+from ..kv.memory import Key, Loading
 from ..kv.table import Ids
-from ..models import decoder, linear, packed
-from ..observe.metrics import Metrics
-from ..observe.trace import Trace
 from ..store.hashing import chain_at
-from ..supervisor import MIB, Supervisor, pool_sizes, workspace_bytes
-from .batch import Batch
-from .dialogue import Dialogue
-from .hints import Hints
+from .assembly import Assembly
 from .job import Job, Phase
-from .openings import Openings
 from .reports import engine_stats
-from .scheduler import Scheduler, chunk_tokens
-from .steps import Steps
+from .thread import StepThread
 
 log = logging.getLogger("offbook.engine")
-
-T = TypeVar("T")
 
 SAVE_AFTER_SECONDS = 3.0
 """A finished turn's tail is written when the engine is idle, or after this long."""
@@ -62,102 +36,14 @@ IDLE_WAIT_SECONDS = 0.5
 
 LOAD_POLL_SECONDS = 0.002
 
-TEAM_AGENTS, TEAM_CONTEXT = 32, 8192
-"""A default budget is cut to what this many agents with contexts of this many tokens need."""
-
 MAX_FAILURES = 5
 """Turns of the loop that fail one after the other before the engine gives up and is started anew."""
 
 
-class EngineLoop:
-    """Model, memory and jobs of one engine.
+class EngineLoop(Assembly, StepThread):
+    """Model, memory and jobs of one engine: see ``Assembly`` for its arguments."""
 
-    Args:
-        load: loads the model, on the step thread.
-        open_store: opens the block store for a fingerprint and spec, or returns None.
-        scheme: how KV is kept, or what says so of the loaded model and its cache spec (``scheme_for``).
-        budget_bytes: everything this process may use for MLX memory.
-        generous: the budget is a default, so a pool for more agents than a team has is not allocated.
-        host: whether the pool is written through NumPy views (CPU).
-        native: makes the native kernel's front for a pool, or None where it does not fit.
-        read_ahead: whether an idle engine reads what every next message begins with (``Openings``).
-        trace: file for a Perfetto/Chrome trace; one that is there already is kept under a numbered name.
-    """
-
-    def __init__(
-        self,
-        load: Callable[[], Any],
-        open_store: Callable[[str, ModelCacheSpec, KVScheme], Any],
-        *,
-        scheme: KVScheme | Callable[[Any, ModelCacheSpec], KVScheme],
-        budget_bytes: int,
-        host: bool,
-        generous: bool = False,
-        native: Callable[[PoolArrays], Any] | None = None,
-        read_ahead: bool = True,
-        trace: Path | None = None,
-    ) -> None:
-        self._load, self._open_store = load, open_store
-        self._scheme, self.budget_bytes, self.host = scheme, budget_bytes, host
-        self._native, self._generous, self._read_ahead = native, generous, read_ahead
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._stopping = threading.Event()
-        self._done: Future[None] = Future()
-        self._unsaved: dict[Key, float] = {}
-        self._resizes: list[tuple[int, Future[None]]] = []
-        self.ready: Future[None] = Future()
-        self.step_started = 0.0
-        self._failures = 0
-        self.metrics = Metrics()
-        self.trace = Trace(trace) if trace is not None else None
-        self.peak_bytes = self._packed_bytes = 0
-
-    # ---- for other threads
-
-    def start(self) -> None:
-        threading.Thread(target=self._run, name="offbook-step", daemon=True).start()
-
-    def post(self, action: Callable[[], None]) -> None:
-        """Run ``action`` on the step thread, between steps."""
-        self._inbox.put(action)
-
-    def call(self, action: Callable[[], T]) -> Future[T]:
-        """Run ``action`` on the step thread and give its result."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(action())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self.post(run)
-        return future
-
-    def stop(self) -> Future[None]:
-        """End after saving everything. The future is done once all is on disk."""
-        self._stopping.set()
-        self.post(lambda: None)
-        return self._done
-
-    # ---- the thread
-
-    def _run(self) -> None:
-        try:
-            self._set_up()
-        except BaseException as error:
-            log.exception("the engine could not start")
-            self.ready.set_exception(error)
-            self._done.set_result(None)
-            return
-        self.ready.set_result(None)
-        try:
-            while not self._stopping.is_set():
-                self._turn_safely()
-        except BaseException:
-            log.exception("the engine's loop ended")
-        finally:
-            self._tear_down()
+    _failures = 0
 
     def _turn_safely(self) -> None:
         """A turn of the loop; what goes wrong in it beyond any one job ends the jobs, not the engine."""
@@ -178,111 +64,6 @@ class EngineLoop:
         jobs = [*self.scheduler.running, *self.scheduler.queue]
         return ", ".join(f"{job.key[0]} ({job.phase.value})" for job in jobs[:20]) or "no turn at work"
 
-    @property
-    def died(self) -> bool:
-        """Whether the step thread has ended without having been asked to."""
-        return self._done.done() and not self._stopping.is_set()
-
-    @property
-    def used_bytes(self) -> int:
-        """What MLX holds, its cache of freed buffers included, and the weights that it does not know of."""
-        return int(mx.get_active_memory() + mx.get_cache_memory()) + self._packed_bytes
-
-    @property
-    def most_bytes(self) -> int:
-        """The most of it since the budget was set: between steps, and in them as far as MLX tells."""
-        return max(self.peak_bytes, int(mx.get_peak_memory()) + self._packed_bytes)
-
-    def _set_up(self) -> None:
-        self.loaded = self._load()
-        self.model = self.loaded.model
-        mx.eval(self.model.parameters())
-        if self.host and self._native is not None:
-            linear.install(self.model, release=True)
-        self._packed_bytes = packed.packed_bytes(self.model)
-        self.spec = derive(self.model)
-        native = self.host and self._native is not None
-        self.decoder = decoder.find(self.model, self.spec) if native else None
-        self._chunk = chunk_tokens(packed.weight_count(self.model), "cpu" if self.host else "gpu")
-        self.scheme = self._scheme(self.loaded, self.spec) if callable(self._scheme) else self._scheme
-        self.fingerprint: str = self.loaded.fingerprint_for(self.scheme.describe() + self.spec.describe())
-        self.weights_bytes = packed.weights_bytes(self.model)
-        # A lazy forward: only its shape is asked for.
-        self.vocabulary = int(self.model(mx.array([[1]]), cache=list(make_caches(self.model))).shape[-1])
-        self._openings = self._find_openings()
-        self.store = self._open_store(self.fingerprint, self.spec, self.scheme)
-        if self._generous:
-            enough = self.spec.agent_bytes(min(self.loaded.context_limit, TEAM_CONTEXT), self.scheme)
-            fixed = self.weights_bytes + workspace_bytes(self.spec, self.weights_bytes)
-            self.budget_bytes = min(self.budget_bytes, fixed + TEAM_AGENTS * enough)
-        self._build_pool()
-
-    def _find_openings(self) -> tuple[Ids, Ids]:
-        """What is read ahead behind turns that were cut off, and that ended: nothing where it is not done."""
-        none = np.zeros(0, np.uint32)
-        if not self._read_ahead or self.decoder is None:
-            return none, none
-        try:
-            return Dialogue(self.loaded.tokenizer, sorted(self.loaded.eos_token_ids)).openings()
-        except InvalidRequest:
-            log.exception("the chat template has no place for a second message")
-            return none, none
-
-    def _build_pool(self) -> None:
-        """Allocate the pool at the size the budget leaves. Raises ContextTooLarge if that is nothing."""
-        self.workspace = workspace_bytes(self.spec, self.weights_bytes)
-        left = self.budget_bytes - self.weights_bytes - self.workspace
-        sizes = pool_sizes(self.spec, self.scheme, left)
-        if sizes.pages < self.scheme.pages or min(sizes.group_slots, default=1) < 1:
-            least = self.weights_bytes + self.workspace + 2 * self.spec.agent_bytes(1024, self.scheme)
-            budget, kv, weights, work = (
-                f"{size / MIB:.0f} MiB"
-                for size in (self.budget_bytes, max(0, left), self.weights_bytes, self.workspace)
-            )
-            # Rounded up, and never what was just refused.
-            enough = f"{max(-(-least // MIB), round(self.budget_bytes / MIB) + 1)} MiB"
-            raise ContextTooLarge(
-                f"a memory budget of {budget} leaves {kv} for agents' memory beside {weights} of weights "
-                f"and {work} of workspace; give at least {enough}"
-            )
-        mx.set_cache_limit(self.workspace // 4)
-        mx.clear_cache()
-        groups = [(group.name, n) for group, n in zip(self.spec.groups, sizes.group_slots, strict=True)]
-        self.pool = BlockPool(groups, sizes.pages)
-        self.arrays = PoolArrays(self.spec, self.scheme, sizes.group_slots, sizes.pages, host=self.host)
-        native = self._native(self.arrays) if self._native is not None else None
-        self.batch = Batch(self.model, self.arrays, self.pool, native=native, decoder=self.decoder)
-        self.memory = KVMemory(
-            self.spec, self.scheme, self.fingerprint, self.arrays, self.pool, self.store, self._loaded
-        )
-        self.memory.metrics = self.metrics
-        self.memory.saved = self._saved
-        self.supervisor = Supervisor(self.spec, self.scheme, self.pool)
-        self.longest = self.supervisor.longest()
-        self.scheduler = Scheduler(self.supervisor, self.memory, self._chunk)
-        self.hints = Hints(self.memory, self.scheduler)
-        self.memory.openings = self._openings
-        self.openings = Openings(
-            self.batch,
-            self.memory,
-            behind=self._openings,
-            turn_ends=frozenset(self.loaded.eos_token_ids),
-            chunk=self._chunk,
-            limit=self.loaded.context_limit,
-        )
-        self.steps = Steps(
-            self.loaded,
-            self.batch,
-            self.memory,
-            self.scheduler,
-            openings=self.openings,
-            metrics=self.metrics,
-            trace=self.trace,
-            unsaved=self._unsaved,
-        )
-        self.pool_bytes = sizes.nbytes
-        log.info("pool of %.0f MiB: %s, %d pages", sizes.nbytes / MIB, groups, sizes.pages)
-
     def resize(self, budget_bytes: int) -> Future[None]:
         """Change the budget. New turns wait until running ones end; then the pool is rebuilt.
 
@@ -293,36 +74,13 @@ class EngineLoop:
         return done
 
     def _resize_now(self) -> None:
-        """With nothing running: save everything, give the pool back, build it at the new size."""
+        """With nothing running: the next change of the budget."""
         budget, done = self._resizes.pop(0)
-        for key in list(self.memory.tables):
-            self.supervisor.evict(self.memory, key, f"the memory budget becomes {budget / MIB:.0f} MiB")
-        if self.store is not None:
-            self.store.flush()  # the next turns look for what was evicted
-        queued, hints = self.scheduler.queue, self.hints.kept
-        idle, decisions = self.supervisor.idle, self.supervisor.decisions
-        # The old arrays must be gone before the new ones are allocated: the budget holds in between.
-        del self.arrays, self.batch, self.memory, self.scheduler, self.supervisor, self.pool, self.steps
-        del self.hints, self.openings
-        gc.collect()
-        mx.clear_cache()
-        before, self.budget_bytes = (
-            self.budget_bytes,
-            budget,
-        )  # not before: the old pool was within the old one
-        try:
-            self._build_pool()
-        except ContextTooLarge as error:
-            self.budget_bytes = before
-            self._build_pool()
-            done.set_exception(error)
+        queued, refused = self._rebuild(budget)
+        if refused is not None:
+            done.set_exception(refused)
         else:
-            mx.reset_peak_memory()
-            self.peak_bytes = 0
             done.set_result(None)
-        self.supervisor.idle, self.supervisor.decisions = idle, decisions
-        self.hints.kept = hints
-        self.scheduler.look_again()
         for job in queued:
             self.submit(job)
 

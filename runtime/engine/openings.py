@@ -11,6 +11,7 @@ nothing is sealed and no chunk ends within the opening.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from ..kv.table import Ids
 from ..models.decoder import Interrupted
 from .batch import Batch
 from .job import Job
+
+log = logging.getLogger("offbook.engine")
 
 PAUSE_SECONDS = 0.02
 """After a turn's end: so long it is likely that somebody asks for another at once."""
@@ -111,6 +114,11 @@ class Openings:
         except Interrupted:
             due.at = time.monotonic() + PAUSE_SECONDS
             self._due[key] = due
+            return
+        except Exception:
+            # Nobody asked for it: the turn to come will read these ids itself, and say if that fails.
+            log.exception("the opening of %s could not be read", key[0])
+            self._memory.count("failed_openings")
             return
         table.ids, table.opening = due.ids, due.new - 1
         self._memory.count("openings")

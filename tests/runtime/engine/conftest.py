@@ -38,7 +38,7 @@ def engine(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Iterato
             def sizes(spec: Any, scheme: Any, nbytes: int) -> PoolSizes:
                 return PoolSizes((slots,) * len(spec.groups), pages, nbytes)
 
-            monkeypatch.setattr("offbook.runtime.engine.loop.pool_sizes", sizes)
+            monkeypatch.setattr("offbook.runtime.engine.assembly.pool_sizes", sizes)
         # A copy: an engine on the CPU changes the layers of its model, and the tiny ones are shared.
         own = copy.deepcopy(tiny(model) if isinstance(model, str) else model)
         harness = Harness(own, folder, **options)

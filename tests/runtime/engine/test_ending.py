@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from offbook.bus.errors import Cancelled, ContextTooLarge, DeadlineExceeded, EngineBusy
-from offbook.runtime.engine import loop as loop_module
+from offbook.runtime.engine import assembly
 from offbook.runtime.kv.scheme import KVScheme
 from tests.runtime.engine.replies import Engine, assert_same, cancel, greedy, idle
 
@@ -149,6 +149,6 @@ def test_the_budget_that_is_advised_is_rounded_up(engine: Engine, monkeypatch: p
     one = engine().loop
     other = one.weights_bytes + 2 * one.spec.agent_bytes(1024, one.scheme)
     least = (500 << 20) + 1
-    monkeypatch.setattr(loop_module, "workspace_bytes", lambda *_: least - other)
+    monkeypatch.setattr(assembly, "workspace_bytes", lambda *_: least - other)
     with pytest.raises(ContextTooLarge, match="give at least 501 MiB"):
         engine(budget=400 << 20)

@@ -224,6 +224,32 @@ def test_a_failed_turn_has_no_opening(one: Harness, monkeypatch: pytest.MonkeyPa
     assert expected == []
 
 
+def test_an_opening_that_cannot_be_read_harms_nobody(one: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one.loop.batch.decoder, "forward", broken := Broken(one.loop.batch.decoder.forward))
+    one.say("a", "x" * 100, sampling=greedy(9))
+    broken.on = True
+    while not broken.met:
+        time.sleep(0.05)
+    broken.on = False
+    assert one.call(lambda: one.loop.memory.tables["a", ""].opening) == 0
+    assert one.say("a", "yes", sampling=greedy(9)).usage.source == "hot"
+    assert one.counters["failed_openings"] == 1
+    assert one.counters.get("failed_turns", 0) == 0
+
+
+class Broken:
+    """A function that raises for a while."""
+
+    def __init__(self, real: Any) -> None:
+        self.real, self.on, self.met = real, False, False
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if self.on:
+            self.met = True
+            raise ArithmeticError("out of order")
+        return self.real(*args, **options)
+
+
 @pytest.mark.skipif(not native.available(), reason=str(native.unavailable_reason()))
 @pytest.mark.parametrize("architecture", ["lfm2", "latent"])
 def test_where_the_forward_is_not_the_kernels_nothing_is_read(engine: Engine, architecture: str) -> None:
