@@ -167,6 +167,7 @@ class Assembly:
             turn_ends=frozenset(self.loaded.eos_token_ids),
             chunk=self._chunk,
             limit=self.loaded.context_limit,
+            trace=self.trace,
         )
         self.steps = Steps(
             self.loaded,

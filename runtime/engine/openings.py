@@ -22,6 +22,7 @@ from ..kv.memory import Key, KVMemory
 from ..kv.scheme import GROUP
 from ..kv.table import Ids
 from ..models.decoder import Interrupted
+from ..observe.trace import Trace
 from .batch import Batch
 from .job import Job
 
@@ -53,6 +54,7 @@ class Openings:
         behind: the ids, behind a turn that was cut off and behind one that ended (``Dialogue.openings``).
         chunk: tokens of a long prompt that are read at once.
         limit: tokens the model reads.
+        trace: gets a step for each that is read.
     """
 
     def __init__(
@@ -64,10 +66,11 @@ class Openings:
         turn_ends: frozenset[int],
         chunk: int,
         limit: int,
+        trace: Trace | None = None,
     ) -> None:
         self._batch, self._memory = batch, memory
         self._behind, self._turn_ends = behind, turn_ends
-        self._chunk, self._limit = chunk, limit
+        self._chunk, self._limit, self._trace = chunk, limit, trace
         self._due: dict[Key, Due] = {}
 
     @property
@@ -108,7 +111,7 @@ class Openings:
         due = self._due.pop(key)
         if not self._readable(key, due):
             return
-        table = self._memory.tables[key]
+        table, started = self._memory.tables[key], time.monotonic()
         try:
             self._batch.prefill([table], [due.ids[-due.new :]], logits=False, unless=unless)
         except Interrupted:
@@ -122,6 +125,8 @@ class Openings:
             return
         table.ids, table.opening = due.ids, due.new - 1
         self._memory.count("openings")
+        if self._trace is not None:
+            self._trace.step(f"opening {due.new}", started, time.monotonic(), agents=[key[0]])
 
     def _readable(self, key: Key, due: Due) -> bool:
         """Whether an agent's memory is as its turn left it, and reading on changes but its length."""

@@ -78,6 +78,12 @@ def test_every_sub_package_is_listed_for_the_wheel() -> None:
     assert all((ROOT / path).is_dir() for path in settings["package-dir"].values())
 
 
+def test_every_header_of_the_kernel_is_listed_for_the_source_distribution() -> None:
+    extensions = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    listed = [path for extension in extensions for path in extension.get("depends", ())]
+    assert sorted(listed) == sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("runtime/**/*.h"))
+
+
 def test_a_plain_install_brings_no_mlx() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert not [r for r in project["dependencies"] if r.split(">")[0].split("[")[0].strip() in HEAVY]
