@@ -102,6 +102,51 @@ static const FN(dots_function) FN(dots_functions)[XR][5] = {
 #endif
 };
 
+#if defined(ISA_AVX512)
+/* `dots` for few rows of x with packed weights, which are multiplied as they are unpacked. `w`: the block's first
+ * piece of the panel; k is a multiple of PACKED. The same order of sums. */
+SIMD void FN(packed_dots)(const int xr, const int bits, const uint8_t *w, const float *x, int64_t x_row, int64_t k,
+                          const float *from, float *aside, float (*out)[4]) {
+    const int64_t piece = piece_bytes(bits), row = PACKED / 8 * bits;
+    vf sum[XR][4];
+    UNROLL for (int c = 0; c < xr; c++)
+        UNROLL for (int r = 0; r < 4; r++) sum[c][r] = from ? FN(load)(from + (4 * c + r) * VW) : (vf){0};
+    for (int64_t i = 0; i < k; i += PACKED, w += piece) {
+        __builtin_prefetch(w + 16 * piece);
+        __builtin_prefetch(w + 16 * piece + 64);
+        __builtin_prefetch(w + 16 * piece + 128);
+        UNROLL for (int r = 0; r < 4; r++)
+            UNROLL for (int j = 0; j < 4; j++) {
+                const vf a = FN(sixteen)(bits, (const float *)w + 2 * r, w + 64 + r * row, j);
+                UNROLL for (int c = 0; c < xr; c++) sum[c][r] += a * FN(load)(x + c * x_row + i + 16 * j);
+            }
+    }
+    UNROLL for (int c = 0; c < xr; c++) {
+        if (aside)
+            UNROLL for (int r = 0; r < 4; r++) FN(store)(aside + (4 * c + r) * VW, sum[c][r]);
+        else
+            FN(join_lanes)(sum[c], out[c]);
+    }
+}
+
+#define PACKED_DOTS(xr, bits)                                                                                      \
+    static __attribute__((noinline)) TARGET void FN(packed_dots_##xr##_##bits)(                                    \
+        const uint8_t *w, const float *x, int64_t x_row, int64_t k, const float *from, float *aside, float (*out)[4]) { \
+        FN(packed_dots)(xr, bits, w, x, x_row, k, from, aside, out);                                               \
+    }
+#define PACKED_DOTS_ANY(bits)                                                                                      \
+    PACKED_DOTS(1, bits) PACKED_DOTS(2, bits) PACKED_DOTS(3, bits) PACKED_DOTS(4, bits) PACKED_DOTS(5, bits) PACKED_DOTS(6, bits)
+#define PACKED_DOTS_OF(bits)                                                                                       \
+    {FN(packed_dots_1_##bits), FN(packed_dots_2_##bits), FN(packed_dots_3_##bits),                                 \
+     FN(packed_dots_4_##bits), FN(packed_dots_5_##bits), FN(packed_dots_6_##bits)}
+PACKED_DOTS_ANY(4) PACKED_DOTS_ANY(8)
+static void (*const FN(packed_dots_functions)[2][XR])(const uint8_t *, const float *, int64_t, int64_t, const float *, float *,
+                                                      float (*)[4]) = {PACKED_DOTS_OF(4), PACKED_DOTS_OF(8)};
+#undef PACKED_DOTS
+#undef PACKED_DOTS_ANY
+#undef PACKED_DOTS_OF
+#endif
+
 /* Weight rows [from, to) of one layer, all m rows of x: y[m][to - from], rows `y_row` apart. `sums`: room for
  * 16 floats for each of these results, and for four panels of weights.
  *
@@ -118,6 +163,18 @@ static TARGET void FN(linear)(const struct linear *l, const struct input *x, int
             const float *w[4], *next[4];
             const int64_t have = least(4, to - n), ends = n + 4 >= to;
             const int64_t then = !ends ? n + 4 : last ? to : from, then_at = !ends ? at : last ? 0 : at + width;
+#if defined(ISA_AVX512)
+            if (l->bits && passes == 1) {
+                float out[XR][4], *aside = sums + (n - from) * m * VW;
+                FN(packed_dots_functions)[l->bits == 8][m - 1](
+                    (const uint8_t *)l->w + (n / 4 * (k / PACKED) + at / PACKED) * piece_bytes(l->bits), x->data + at, x->row,
+                    width, at ? aside : NULL, last ? NULL : aside, out);
+                for (int64_t c = 0; c < m && last; c++)
+                    for (int64_t r = 0; r < have; r++)
+                        y[c * y_row + n - from + r] = l->bias ? out[c][r] + l->bias[n + r] : out[c][r];
+                continue;
+            }
+#endif
             if (l->bits) FN(unpack)(l, k, n / 4, at, width, unpacked);
             for (int r = 0; r < 4; r++) {
                 w[r] = l->bits ? unpacked + r * width : (const float *)l->w + (n + least(r, have - 1)) * k + at;

@@ -7,6 +7,17 @@
  * is the float it was, bit for bit (native_packing.h), so results do not depend on it.
  */
 
+#if defined(ISA_AVX512)
+/* Inputs 16 j to 16 j + 15 of one row of a piece, the row's factors [2][4 rows][2] and its codes given. */
+SIMD vf FN(sixteen)(const int bits, const float *factors, const uint8_t *codes, const int j) {
+    const float scale = factors[j / 2 * 8], bias = factors[j / 2 * 8 + 1];
+    if (bits == 8) return FN(element)(U8, codes, 16 * j) * scale + bias;
+    const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)codes));
+    const vf of = FN(digits) * scale + bias; /* every code's float, to be picked by the low 4 bits */
+    return (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * j), (__m512)of);
+}
+#endif
+
 /* Inputs [at, at + width) of the four rows of a block: out[4][width]. */
 static TARGET void FN(unpack)(const struct linear *l, int64_t k, int64_t block, int64_t at, int64_t width, float *out) {
     const int64_t piece = piece_bytes(l->bits), row = PACKED / 8 * l->bits;
@@ -20,16 +31,11 @@ static TARGET void FN(unpack)(const struct linear *l, int64_t k, int64_t block, 
         UNROLL for (int r = 0; r < 4; r++, codes += row) {
             float *to = out + r * width + i;
 #if defined(ISA_AVX512)
-            if (l->bits == 4) {
-                const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)codes));
-                UNROLL for (int g = 0; g < 2; g++) { /* every code's float, to be picked by the low 4 bits */
-                    const vf of = FN(digits) * factors[8 * g + 2 * r] + factors[8 * g + 2 * r + 1];
-                    FN(store)(to + 32 * g, (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(words, 8 * g), (__m512)of));
-                    FN(store)(to + 32 * g + 16, (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(words, 8 * g + 4), (__m512)of));
-                }
-                continue;
-            }
-#endif
+            if (l->bits == 4)
+                UNROLL for (int j = 0; j < 4; j++) FN(store)(to + 16 * j, FN(sixteen)(4, factors + 2 * r, codes, j));
+            else
+                UNROLL for (int j = 0; j < 4; j++) FN(store)(to + 16 * j, FN(sixteen)(8, factors + 2 * r, codes, j));
+#else
             for (int j = 0; j < PACKED; j += VW) {
                 const float *factor = factors + j / 32 * 8 + 2 * r;
                 vf code;
@@ -44,6 +50,7 @@ static TARGET void FN(unpack)(const struct linear *l, int64_t k, int64_t block, 
                 }
                 FN(store)(to + j, code * factor[0] + factor[1]);
             }
+#endif
         }
     }
 }
