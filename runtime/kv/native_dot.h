@@ -103,8 +103,12 @@ static const FN(dots_function) FN(dots_functions)[XR][5] = {
 };
 
 #if defined(ISA_AVX512)
-/* `dots` for few rows of x with packed weights, which are multiplied as they are unpacked. `w`: the block's first
- * piece of the panel; k is a multiple of PACKED. The same order of sums. */
+/* Up to so many rows of x the weights are unpacked again for every XR of them, in registers: so long that takes less
+ * than the detour through memory. */
+enum { DIRECT_4 = 10, DIRECT_8 = 24 };
+
+/* `dots` with packed weights, which are multiplied as they are unpacked. `w`: the block's first piece of the panel; k
+ * is a multiple of PACKED. The same order of sums. */
 SIMD void FN(packed_dots)(const int xr, const int bits, const uint8_t *w, const float *x, int64_t x_row, int64_t k,
                           const float *from, float *aside, float (*out)[4]) {
     const int64_t piece = piece_bytes(bits), row = PACKED / 8 * bits;
@@ -157,25 +161,18 @@ static TARGET void FN(linear)(const struct linear *l, const struct input *x, int
     const int64_t k = x->k, m = x->m, passes = over(m, XR);
     const int64_t panel = most(MIN_PANEL, over(over(k, over(m * k * 4, PANEL_BYTES)), PACKED) * PACKED);
     float *unpacked = sums + over(to - from, 4) * 4 * m * VW;
+#if defined(ISA_AVX512)
+    const int direct = l->bits && m <= (l->bits == 8 ? DIRECT_8 : DIRECT_4);
+#else
+    const int direct = 0;
+#endif
     for (int64_t at = 0; at < k; at += panel) {
         const int64_t width = least(panel, k - at), last = at + width == k;
         for (int64_t n = from; n < to; n += 4) {
             const float *w[4], *next[4];
             const int64_t have = least(4, to - n), ends = n + 4 >= to;
             const int64_t then = !ends ? n + 4 : last ? to : from, then_at = !ends ? at : last ? 0 : at + width;
-#if defined(ISA_AVX512)
-            if (l->bits && passes == 1) {
-                float out[XR][4], *aside = sums + (n - from) * m * VW;
-                FN(packed_dots_functions)[l->bits == 8][m - 1](
-                    (const uint8_t *)l->w + (n / 4 * (k / PACKED) + at / PACKED) * piece_bytes(l->bits), x->data + at, x->row,
-                    width, at ? aside : NULL, last ? NULL : aside, out);
-                for (int64_t c = 0; c < m && last; c++)
-                    for (int64_t r = 0; r < have; r++)
-                        y[c * y_row + n - from + r] = l->bias ? out[c][r] + l->bias[n + r] : out[c][r];
-                continue;
-            }
-#endif
-            if (l->bits) FN(unpack)(l, k, n / 4, at, width, unpacked);
+            if (l->bits && !direct) FN(unpack)(l, k, n / 4, at, width, unpacked);
             for (int r = 0; r < 4; r++) {
                 w[r] = l->bits ? unpacked + r * width : (const float *)l->w + (n + least(r, have - 1)) * k + at;
                 /* what is packed comes in one stream, which the processor fetches ahead by itself */
@@ -184,6 +181,13 @@ static TARGET void FN(linear)(const struct linear *l, const struct input *x, int
             for (int64_t pass = 0, row = 0; pass < passes; pass++) {
                 float out[XR][4], *aside = sums + ((n - from) * m + 4 * row) * VW;
                 const int64_t rows = over(m - row, passes - pass), fetch = pass * 4 / passes;
+#if defined(ISA_AVX512)
+                if (direct)
+                    FN(packed_dots_functions)[l->bits == 8][rows - 1](
+                        (const uint8_t *)l->w + (n / 4 * (k / PACKED) + at / PACKED) * piece_bytes(l->bits),
+                        x->data + row * x->row + at, x->row, width, at ? aside : NULL, last ? NULL : aside, out);
+                else
+#endif
                 FN(dots_functions)[rows - 1][l->bits ? 0 : (pass + 1) * 4 / passes - fetch](
                     w, x->data + row * x->row + at, x->row, width, next + fetch, at ? aside : NULL, last ? NULL : aside, out);
                 for (int64_t c = 0; c < rows && last; c++)
