@@ -120,7 +120,7 @@ class Filled:
             if widths not in new:
                 new[widths] = _random(layer, widths)
         while table.tokens < tokens:
-            step = Step(self.arrays, self.pool, [table], [min(CHUNK, tokens - table.tokens)])
+            step = Step(self.arrays, self.pool, [table], [min(CHUNK, tokens - table.tokens)], decoding=False)
             for cache in step.caches:
                 assert isinstance(cache, BatchQuantizedKVCache)
                 layer = cache.layer

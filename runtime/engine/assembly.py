@@ -116,10 +116,11 @@ class Assembly:
         self._build_pool()
 
     def _find_openings(self) -> tuple[Ids, Ids]:
-        """What is read ahead behind turns that were cut off, and that ended: nothing where it is not done."""
+        """What every next message begins with, behind turns that were cut off and that ended.
+
+        Wanted also where it is not read ahead: tails that another engine saved may end with it.
+        """
         none = np.zeros(0, np.uint32)
-        if not self._read_ahead or self.decoder is None:
-            return none, none
         try:
             return Dialogue(self.loaded.tokenizer, sorted(self.loaded.eos_token_ids)).openings()
         except InvalidRequest:
@@ -163,7 +164,7 @@ class Assembly:
         self.openings = Openings(
             self.batch,
             self.memory,
-            behind=self._openings,
+            behind=self._openings if self._read_ahead else (),
             turn_ends=frozenset(self.loaded.eos_token_ids),
             chunk=self._chunk,
             limit=self.loaded.context_limit,

@@ -103,7 +103,7 @@ class Batch:
 
     def decode(self, tables: Sequence[AgentTable], tokens: Sequence[int]) -> mx.array:
         """Run one token of each row: logits [rows, vocabulary]."""
-        step = self._step(tables, [1] * len(tables))
+        step = self._step(tables, [1] * len(tables), decoding=True)
         column = np.array(tokens, np.uint32)[:, None]
         out: mx.array | None
         if (decoder := self._decoder(0)) is not None:  # however many: a row has the bits that it has alone
@@ -140,7 +140,7 @@ class Batch:
         """
         decoder = self._decoder(sum(map(len, chunks)))
         assert decoder is not None
-        decode = self._step(tables, [1] * len(tables))
+        decode = self._step(tables, [1] * len(tables), decoding=True)
         prefill = self._step(joining, [len(chunk) for chunk in chunks])
         column = np.array(tokens, np.uint32)[:, None]
         wanted = len(tables) + (len(chunks) if logits else 0)
@@ -150,8 +150,8 @@ class Batch:
         prefill.commit()
         return out[: len(tables)], out[len(tables) :] if logits else None
 
-    def _step(self, tables: Sequence[AgentTable], counts: Sequence[int]) -> Step:
-        return Step(self.arrays, self.pool, tables, counts, native=self.native)
+    def _step(self, tables: Sequence[AgentTable], counts: Sequence[int], *, decoding: bool = False) -> Step:
+        return Step(self.arrays, self.pool, tables, counts, decoding=decoding, native=self.native)
 
     def _decoder(self, tokens: int) -> Decoder | None:
         """The kernel's forward, if reading so many tokens is for it."""

@@ -229,12 +229,17 @@ class EngineLoop(Assembly, StepThread):
             if self.scheduler.active(key):
                 raise EngineFailed(f"{agent} is speaking; forget it after its turn")
         self.hints.forget(agent)
+        # Forks own what they share with it once they are saved themselves.
+        for key in [key for key in self._unsaved if key[0] != agent]:
+            self._save_now(key)
+        for key in [key for key in self._unsaved if key[0] == agent]:
+            del self._unsaved[key]
         for key in keys:
+            self.openings.forget(key)
             self.memory.cancel(key)
             if key not in self.memory.loading:
                 self.memory.drop(key)
             self.supervisor.forget(key)
-            self._unsaved.pop(key, None)
         for group in self.pool.groups:
             group.forget_free()  # also of agents that were evicted before
         return self.store.forget(agent) if self.store is not None else None
@@ -252,12 +257,18 @@ class EngineLoop(Assembly, StepThread):
                 continue
             if self.scheduler.active(key) or now - SAVE_AFTER_SECONDS < self.openings.waiting(key) <= now:
                 continue  # its opening will be read in a moment, and saved with the rest
-            table = self.memory.tables.get(key)
-            if table is not None and key not in self.memory.loading:
-                self.memory.save(table)
-            del self._unsaved[key]
+            self._save_now(key)
             if not self._inbox.empty():
                 return
+
+    def _save_now(self, key: Key) -> None:
+        """Write a finished turn's tail, unless its agent speaks again: then that turn's end will."""
+        if self.scheduler.active(key):
+            return
+        table = self.memory.tables.get(key)
+        if table is not None and key not in self.memory.loading:
+            self.memory.save(table)
+        del self._unsaved[key]
 
     def _tear_down(self) -> None:
         """End every job, save every agent, close the store."""

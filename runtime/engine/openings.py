@@ -1,8 +1,8 @@
 """``Openings``: what every next message begins with is read before there is one.
 
-A chat template closes the last turn and opens the next one before a word of the message: six of the fifteen
-tokens of "Go on." with SmolLM2's. Once an agent has spoken and the engine has nothing else to do, they
-are read, so that the next turn has as much less to read. Nobody waits for that: it is given up between two
+A chat template closes the last turn and opens the next one before a word of the message: five or six of some
+fifteen tokens of "Go on." with SmolLM2's. When an agent has spoken and the engine has nothing to do, they are
+read, so that the next turn has as much less to read. Nobody waits for that: it is given up between two
 layers when something comes in, and tried again later. A message that begins otherwise cuts the ids back off.
 
 Only where a turn has the same bits with and without: the model's forward is the kernel's at any length, and
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,17 +32,22 @@ PAUSE_SECONDS = 0.02
 """After a turn's end: so long it is likely that somebody asks for another at once."""
 
 
+MAX_DUE = 64
+"""Agents whose openings wait to be read. An engine that is never idle forgets the oldest."""
+
+
 @dataclass
 class Due:
     """An agent whose opening may be read.
 
     Attributes:
-        ids: its transcript and the opening. new: how many of them have no KV.
+        tokens: of its memory when its turn ended.
+        new: the ids to be read: the last one generated, and the opening.
         at: from when on. since: when it was asked for.
     """
 
-    ids: Ids
-    new: int
+    tokens: int
+    new: Ids
     at: float
     since: float
 
@@ -62,7 +67,7 @@ class Openings:
         batch: Batch,
         memory: KVMemory,
         *,
-        behind: tuple[Ids, Ids],
+        behind: Sequence[Ids],
         turn_ends: frozenset[int],
         chunk: int,
         limit: int,
@@ -87,8 +92,15 @@ class Openings:
         opening = self._behind[job.generated[-1] in self._turn_ends]
         if len(opening):
             now = time.monotonic()
-            ids = np.concatenate([job.ids, np.array(job.generated, np.uint32), opening])
-            self._due[job.key] = Due(ids, len(opening) + 1, now + PAUSE_SECONDS, now)
+            new = np.concatenate([np.array(job.generated[-1:], np.uint32), opening])
+            tokens = len(job.ids) + len(job.generated) - 1
+            self._due[job.key] = Due(tokens, new, now + PAUSE_SECONDS, now)
+            if len(self._due) > MAX_DUE:
+                del self._due[next(iter(self._due))]
+
+    def forget(self, key: Key) -> None:
+        """The agent's memory is gone."""
+        self._due.pop(key, None)
 
     def waiting(self, key: Key) -> float:
         """Since when an agent waits for its opening to be read; infinity if it does not."""
@@ -113,7 +125,7 @@ class Openings:
             return
         table, started = self._memory.tables[key], time.monotonic()
         try:
-            self._batch.prefill([table], [due.ids[-due.new :]], logits=False, unless=unless)
+            self._batch.prefill([table], [due.new], logits=False, unless=unless)
         except Interrupted:
             due.at = time.monotonic() + PAUSE_SECONDS
             self._due[key] = due
@@ -122,23 +134,24 @@ class Openings:
             # Nobody asked for it: the turn to come will read these ids itself, and say if that fails.
             log.exception("the opening of %s could not be read", key[0])
             self._memory.count("failed_openings")
+            self._memory.drop(key)  # it may be half written
             return
-        table.ids, table.opening = due.ids, due.new - 1
+        table.ids, table.early = np.concatenate([table.ids[: due.tokens], due.new]), len(due.new)
         self._memory.count("openings")
         if self._trace is not None:
-            self._trace.step(f"opening {due.new}", started, time.monotonic(), agents=[key[0]])
+            self._trace.step(f"opening {len(due.new)}", started, time.monotonic(), agents=[key[0]])
 
     def _readable(self, key: Key, due: Due) -> bool:
         """Whether an agent's memory is as its turn left it, and reading on changes but its length."""
         table = self._memory.tables.get(key)
-        if table is None or key in self._memory.loading or table.opening:
+        if table is None or key in self._memory.loading or table.early:
             return False
-        start, stop, scheme = table.tokens, len(due.ids), self._memory.scheme
+        start, stop, scheme = due.tokens, due.tokens + len(due.new), self._memory.scheme
         sealed = scheme.sealed(start)
         pages = -(-(stop - sealed) // GROUP) - len(table.pages)
         return (
-            start + due.new == stop < self._limit
-            and np.array_equal(table.ids[:start], due.ids[:start])
+            table.tokens == start
+            and stop < self._limit
             and table.sealed == sealed == scheme.sealed(stop)
             and start // self._chunk == stop // self._chunk
             and pages <= self._memory.pool.pages.free

@@ -129,7 +129,7 @@ class Steps:
         job.table, job.phase = table, Phase.PREFILL
         job.loaded = time.monotonic()
         job.reused = table.tokens
-        job.early, table.opening = table.opening + 1 if table.opening else 0, 0
+        job.early, table.early = table.early, 0
         table.ids = np.concatenate([table.ids[: table.tokens], job.ids[table.tokens :]])
 
     def finish_load(self, loading: Loading) -> None:

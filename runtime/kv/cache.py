@@ -65,6 +65,8 @@ class Step:
         tables: the rows' tables. Room for the new tokens is taken from ``pool`` here.
         counts: new tokens of each row; the forward's length is their maximum, shorter rows are padded
             on the right and the padding is dropped.
+        decoding: each row's one new token continues what the row says. (A prompt's last token may be one as
+            well; it is read as the tokens of a longer piece are, whose bits differ from a decode's.)
         native: the compiled CPU kernel's front, or None for MLX operations.
     """
 
@@ -75,6 +77,7 @@ class Step:
         tables: Sequence[AgentTable],
         counts: Sequence[int],
         *,
+        decoding: bool,
         native: Any = None,
     ) -> None:
         self.arrays, self.pool, self.native = arrays, pool, native
@@ -82,7 +85,7 @@ class Step:
         self.tables, self.counts = list(tables), list(counts)
         self.length = max(counts)
         self.past = [table.tokens for table in self.tables]
-        self.decoding = self.length == 1
+        self.decoding = decoding
         self.native_tables: dict[int, Any] = {}
         self.indices: dict[int, tuple[FlatIndex | None, FlatIndex | None]] = {}
         for table in self.tables if self.decoding else ():

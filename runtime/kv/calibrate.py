@@ -153,7 +153,7 @@ class Runner:
             last[:] = [agent]
 
             def feed(part: Ids, logits: bool) -> mx.array | None:
-                step = Step(arrays, pool, [agent], [len(part)], native=native)
+                step = Step(arrays, pool, [agent], [len(part)], decoding=False, native=native)
                 out = self.forward(part, step.caches, logits)
                 pending = [
                     c.pending if isinstance(c, BatchQuantizedKVCache) else c.cache for c in step.caches

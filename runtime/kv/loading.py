@@ -174,7 +174,7 @@ class Loader:
             self._kv.arrays.copy_page(page, mine)
             table.pages.append(mine)
         table.ids, table.tokens, table.sealed = origin.ids[: origin.tokens], origin.tokens, origin.sealed
-        table.chain, table.state, table.opening = list(origin.chain), dict(origin.state), origin.opening
+        table.chain, table.state, table.early = list(origin.chain), dict(origin.state), origin.early
 
     def _destinations(self, loading: Loading) -> Reads:
         """Take the slots and pages of a plan. Returns what is to be read into them."""
@@ -264,7 +264,8 @@ class Loader:
         table.ids = np.concatenate([ids[: plan.tokens], plan.over])
         table.saved = table.tokens if plan.tail == table.agent else -1
         if loading.tail is not None:
-            table.opening = len(loading.tail.note.get(OPENING, ()))
+            opening = len(loading.tail.note.get(OPENING, ()))
+            table.early = opening + 1 if opening else 0
         if len(plan.over) and len(ids) > plan.tokens and not self._goes_on(table, ids):
             table.truncate(plan.tokens, self._kv.pool)
         self._kv.count("restores")

@@ -67,7 +67,7 @@ class Planner:
                 continue
             if (other.agent, other.salt) in self._kv.loading:
                 continue
-            for tokens in (other.tokens, other.tokens - other.opening):
+            for tokens in (other.tokens, other.tokens - other.opening, other.tokens - other.early):
                 if best.tokens < tokens <= limit and np.array_equal(other.ids[:tokens], ids[:tokens]):
                     best = Plan("clone", tokens, origin=other)
         names = chain(ids[:limit], self._kv.root(key[1]))
@@ -94,7 +94,9 @@ class Planner:
     def _fits(self, info: TailInfo, ids: Ids, least: int, salt: str) -> tuple[int, Ids] | None:
         """How many of ``ids`` a saved tail stands for and what it holds beyond them; None if not more than
         ``least``, or if it is another history's."""
-        for over in (ids[:0], *self._kv.openings):
+        # At least the last id is read again: so a tail may hold that one, too, and the opening behind it.
+        openings = [over for over in self._kv.openings if len(over)]
+        for over in (ids[:0], *openings, *(np.concatenate([ids[-1:], over]) for over in openings)):
             tokens = info.tokens - len(over)
             if least < tokens < len(ids):
                 whole = np.concatenate([ids[:tokens], over]) if len(over) else ids[:tokens]

@@ -82,7 +82,7 @@ class Saver:
         """Save the part-filled block and the pages, as a snapshot of now. None if nothing is new."""
         if self._kv.store is None or table.saved == table.tokens or not table.tokens:
             return None
-        if table.opening and table.saved == table.tokens - table.opening - 1:
+        if table.opening and table.saved == table.tokens - table.early:
             return None  # an opening is not worth another file: it takes longer to write than to read again
         if table.sealed != self._kv.scheme.sealed(table.tokens):
             return None  # cut back, and stopped before it had grown again: its blocks are enough

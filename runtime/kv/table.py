@@ -43,8 +43,8 @@ class AgentTable:
         chain: names of the leading blocks that are full, named and handed to the store.
         saved: tokens the last saved tail stands for (-1: none).
         state: what recurrent layers keep, by layer index (hybrid models).
-        opening: how many ids at the end of it are no part of a turn yet: what every next message begins with,
-            read ahead of the message.
+        early: how many tokens at the end were read between turns: the last one that was generated, and behind
+            it what every next message begins with (an opening).
         restored: it was read from disk ahead of a turn that has not begun.
     """
 
@@ -60,12 +60,17 @@ class AgentTable:
     chain: list[bytes] = field(default_factory=list)
     saved: int = -1
     state: dict[int, Any] = field(default_factory=dict)
-    opening: int = 0
+    early: int = 0
     restored: bool = False
 
     def __post_init__(self) -> None:
         if not self.slots:
             self.slots = [[] for _ in self.groups]
+
+    @property
+    def opening(self) -> int:
+        """How many ids at the end are no part of a turn yet."""
+        return max(0, self.early - 1)
 
     def missing(self, tokens: int) -> tuple[list[int], int]:
         """Blocks per group and pages that growing to ``tokens`` tokens takes beyond what is held.
@@ -132,8 +137,9 @@ class AgentTable:
             pool.release(index, slots[blocks:])
             del slots[blocks:]
         del self.chain[self.sealed // BLOCK :]
+        self.early = max(0, self.early - (self.tokens - tokens))
         self.tokens, self.ids = tokens, self.ids[:tokens]
-        self.saved, self.opening = -1, 0
+        self.saved = -1
 
     def release(self, pool: BlockPool) -> None:
         """Give everything back; the table is then empty."""
@@ -143,7 +149,7 @@ class AgentTable:
             pool.pages.release(page)
         self.slots = [[] for _ in self.groups]
         self.pages, self.chain, self.state = [], [], {}
-        self.tokens = self.sealed = self.opening = 0
+        self.tokens = self.sealed = self.early = 0
         self.saved = -1
         self.ids = np.zeros(0, np.uint32)
 

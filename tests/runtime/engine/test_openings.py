@@ -12,10 +12,10 @@ import pytest
 from offbook.actors.lm import ChatMessage
 from offbook.bus.errors import EngineFailed
 from offbook.runtime.engine.dialogue import Dialogue
-from offbook.runtime.engine.openings import Openings
+from offbook.runtime.engine.openings import MAX_DUE, Openings
 from offbook.runtime.kv import native
 from offbook.runtime.kv.kernel import NativeAttention
-from tests.runtime.engine.harness import END, Harness
+from tests.runtime.engine.harness import END, Characters, Harness
 from tests.runtime.engine.replies import Engine, greedy
 
 OPENING = 4
@@ -224,28 +224,141 @@ def test_a_failed_turn_has_no_opening(one: Harness, monkeypatch: pytest.MonkeyPa
     assert expected == []
 
 
-def test_an_opening_that_cannot_be_read_harms_nobody(one: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+class Plain(Characters):
+    """Without a template: an opening is the blank line between messages."""
+
+    chat_template = ""
+    has_chat_template = False
+
+
+@pytest.mark.parametrize("length", [300, 320, 400])
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_message_of_one_token_behind_an_opening_is_read_as_part_of_a_prompt(
+    engine: Engine, length: int, beside: bool
+) -> None:
+    replies = []
+    for ahead in (True, False):
+        each = engine("llama", read_ahead=ahead, tokenizer=Plain())
+        each.say("a", "x" * length, sampling=greedy(9))
+        if ahead:
+            read(reads_ahead(each), 1)
+        past = each.transcripts["a"]
+        prompt = each.dialogue.prompt(None, past, [ChatMessage("user", "y")])
+        mine = each.job("a", np.concatenate([past, prompt]), kept=len(past), sampling=greedy(5))
+        others = [each.job("b", np.arange(40, 60))] if beside and ahead else []
+        replies.append(each.submit(mine, *others).wait())
+        for other in others:
+            other.wait()
+    same(*replies)
+    assert replies[0].usage.prefilled_tokens == 1
+
+
+@pytest.mark.parametrize("fork", [False, True])
+@pytest.mark.parametrize("matching", [0, 2])
+def test_how_a_prompt_is_cut_does_not_depend_on_an_opening_that_was_cut_off(
+    engine: Engine, ids: Any, fork: bool, matching: int
+) -> None:
+    for count in (93, 94, 95, 96, 97, 98):
+        replies = []
+        for ahead in (True, False):
+            each = engine("llama", read_ahead=ahead)
+            each.say("a", "x" * 200, sampling=greedy(9))
+            if ahead:
+                read(reads_ahead(each), 1)
+            past = each.transcripts["a"]
+            begins = each.dialogue.openings()[0][:matching]
+            more = np.concatenate([past, begins, ids(count, 3)])
+            who = {"agent": "f", "origin": "a"} if fork else {"agent": "a"}
+            replies.append(each.run(ids=more, kept=len(past), sampling=greedy(4), **who))
+        same(*replies)
+
+
+def test_a_fork_keeps_its_memory_when_its_origin_is_forgotten_at_once(engine: Engine, tmp_path: Path) -> None:
+    one = reads_ahead(engine("gemma-300", tmp_path, read_ahead=True))
+    one.say("a", "x" * 1100, sampling=greedy(9))
+    one.transcripts["b"] = one.transcripts["a"]
+    one.say("b", "and you?", sampling=greedy(9), origin="a")
+    removal = one.call(lambda: one.loop.forget_agent("a"))
+    removal.result(30)
+    one.evict("b")
+    one.call(lambda: [group.forget_free() for group in one.loop.pool.groups])
+    reply = one.say("b", "yes", sampling=greedy(9))
+    assert reply.usage.source == "warm"
+    assert reply.usage.prefilled_tokens < 20
+
+
+def test_an_engine_that_does_not_read_ahead_cuts_off_what_another_has_saved(
+    engine: Engine, ids: Any, tmp_path: Path
+) -> None:
+    one = reads_ahead(engine("llama", tmp_path, read_ahead=True))
+    one.say("a", "x" * 500, sampling=greedy(9))
+    read(one, 1)
+    past = one.transcripts["a"]
+    one.stop()
+    other = engine("llama", tmp_path)
+    more = np.concatenate([past, ids(30, 3)])
+    reply = other.run("a", more, kept=len(past), sampling=greedy(9))
+    assert (reply.usage.source, reply.usage.reused_tokens) == ("warm", len(past))
+
+
+@pytest.mark.parametrize("fork", [False, True])
+def test_going_on_from_just_the_transcript_reads_its_last_id_again(
+    engine: Engine, one: Harness, fork: bool
+) -> None:
+    plain = engine("llama")
+    replies = []
+    for each in (one, plain):
+        each.say("a", "x" * 290, sampling=greedy(9))
+        past = each.transcripts["a"]
+        if each is one:
+            read(one, 1)
+            if not fork:
+                one.evict("a")
+                one.call(lambda: [group.forget_free() for group in one.loop.pool.groups])
+        who = {"agent": "f", "origin": "a"} if fork else {"agent": "a"}
+        replies.append(each.run(ids=past, kept=len(past), sampling=greedy(5), **who))
+        assert replies[-1].usage.reused_tokens == len(past) - 1
+    same(*replies)
+
+
+def test_what_an_agent_is_due_is_forgotten_with_it_and_never_much(one: Harness) -> None:
+    due = one.loop.openings._due
+    one.say("a", "x" * 100, sampling=greedy(2))
+    one.call(lambda: one.loop.forget_agent("a"))
+    assert not due
+    busy = one.start("busy", np.arange(40, 60), max_tokens=2000)  # the engine is not idle
+    for number in range(70):
+        one.run(f"a{number}", np.arange(40, 60), max_tokens=1)
+    one.call(lambda: one.loop.cancel(busy.job))
+    assert len(due) <= MAX_DUE
+
+
+def test_openings_that_cannot_be_read_harm_nobody(one: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    agents = [f"a{number}" for number in range(7)]
     monkeypatch.setattr(one.loop.batch.decoder, "forward", broken := Broken(one.loop.batch.decoder.forward))
-    one.say("a", "x" * 100, sampling=greedy(9))
+    turns = one.call(lambda: [one.job(agent, np.arange(40, 80), sampling=greedy(9)) for agent in agents])
+    one.submit(*turns)
+    for turn in turns:
+        turn.wait()
     broken.on = True
-    while not broken.met:
+    while one.call(one.loop.openings.seconds) < float("inf"):
         time.sleep(0.05)
     broken.on = False
-    assert one.call(lambda: one.loop.memory.tables["a", ""].opening) == 0
-    assert one.say("a", "yes", sampling=greedy(9)).usage.source == "hot"
-    assert one.counters["failed_openings"] == 1
+    assert one.counters["failed_openings"] == broken.met > 0
     assert one.counters.get("failed_turns", 0) == 0
+    assert not one.loop.died
+    assert one.run("a0", np.arange(40, 90), sampling=greedy(9)).text
 
 
 class Broken:
     """A function that raises for a while."""
 
     def __init__(self, real: Any) -> None:
-        self.real, self.on, self.met = real, False, False
+        self.real, self.on, self.met = real, False, 0
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if self.on:
-            self.met = True
+            self.met += 1
             raise ArithmeticError("out of order")
         return self.real(*args, **options)
 

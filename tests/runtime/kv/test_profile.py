@@ -25,6 +25,7 @@ from offbook.runtime.kv.scheme import KVScheme, LayerScheme
 from offbook.runtime.kv.spec import LayerSpec, ModelCacheSpec
 from offbook.runtime.models.fingerprint import combine
 from offbook.runtime.models.load import load
+from tests.runtime.engine.harness import Characters
 
 TINY = Path(__file__).parents[2] / "data" / "deepseek_tiny"
 
@@ -158,6 +159,7 @@ def run_loop(model: nn.Module, scheme: Any) -> EngineLoop:
         weights_bytes=0,
         context_limit=4096,
         eos_token_ids=frozenset(),
+        tokenizer=Characters(),
         fingerprint_for=lambda text: combine("abc", text),
     )
     loop = EngineLoop(
