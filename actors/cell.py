@@ -34,6 +34,7 @@ from .lm import MemoryRef
 from .message import encode
 from .records import Inbound, Mode, Outgoing, TurnRecord
 from .statements import TurnLost
+from .stray import own_errors
 from .supervision import ASKERS_OWN, Failure, RestartWindow, Verdict, decide, for_asker
 from .turn import Turn, TurnPort, current_turn
 
@@ -396,7 +397,8 @@ class Cell:
                     if message.id in self._waiting:
                         tasks.start_soon(self._watch, message, scope)
                     try:
-                        result = await self.instance.dispatch(turn)
+                        with own_errors():
+                            result = await self.instance.dispatch(turn)
                     except (Exception, SystemExit) as exc:
                         error = exc
                     finally:

@@ -22,6 +22,7 @@ from .memory import AgentMemory
 from .message import decode, encode
 from .records import Inbound, Mode, Snapshot, TurnRecord
 from .rows import BORN_TYPE, TICK_TYPE, tick_timer
+from .stray import own_errors
 from .turn import Turn
 
 log = logging.getLogger("offbook.actors")
@@ -73,7 +74,8 @@ class Instance:
             return
         object.__setattr__(actor, "_turn", None)
         try:
-            await actor.on_stop()
+            with own_errors():
+                await actor.on_stop()
         except Exception as exc:
             log.error("%s: on_stop failed: %s", self.id, exc, exc_info=exc)
 

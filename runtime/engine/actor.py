@@ -200,6 +200,7 @@ class EngineActor:
             text=TextStream(
                 self.loop.loaded.tokenizer.detokenizer if constraint is None else constraint.detokenizer(),
                 sampling.stop,
+                self.dialogue.special,
             ),
             emit=lambda job, event: None,
             origin=request.memory.origin,

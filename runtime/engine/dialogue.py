@@ -41,6 +41,15 @@ def control_tokens(tokenizer: Any) -> list[str]:
     return sorted(chosen, key=len, reverse=True)
 
 
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Ids that are never text, with their spellings: begins and ends of turns and the like.
+
+    Not all control tokens are: tags such as ``<think>`` are the model's own words.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    return {int(id): str(token) for id, token in added.items() if getattr(token, "special", False)}
+
+
 def sentinel_for(*texts: str) -> str:
     """A sentinel that none of the texts contains: people may write ours."""
     sentinel, number = SENTINEL, 0
@@ -75,6 +84,7 @@ class Dialogue:
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
         self.bos: int | None = getattr(tokenizer, "bos_token_id", None)
         self.controls = control_tokens(tokenizer)
+        self.special = special_tokens(tokenizer)
         self._written = re.compile("|".join(map(re.escape, self.controls))) if self.controls else None
 
     def prompt(self, system: str | None, transcript: Ids, messages: Sequence[ChatMessage]) -> Ids:

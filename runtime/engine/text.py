@@ -7,7 +7,7 @@ stop string nor a part of one reaches the stream.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -38,6 +38,15 @@ class StopMatcher:
         keep = max((overlap(self.held, stop) for stop in self.stops), default=0)
         shown = self.held[: len(self.held) - keep]
         self.held = self.held[len(shown) :]
+        return shown
+
+    def pass_over(self, text: str) -> str:
+        """Text that is not shown, but at which a stop string may end it all; else as ``push``."""
+        hits = [at for stop in self.stops if (at := (self.held + text).find(stop)) >= 0]
+        if not hits:
+            return ""
+        self.stopped = True
+        shown, self.held = self.held[: min(hits)], ""
         return shown
 
     def finish(self) -> str:
@@ -75,10 +84,14 @@ class TextStream:
 
     Args:
         detokenizer: an mlx-lm streaming detokenizer of this row's own.
+        special: spellings of ids that are no text (``Dialogue.special``): a model may draw one in mid-reply.
     """
 
-    def __init__(self, detokenizer: Any, stops: Sequence[str]) -> None:
+    def __init__(
+        self, detokenizer: Any, stops: Sequence[str], special: Mapping[int, str] | None = None
+    ) -> None:
         self.detokenizer = detokenizer
+        self.special = special or {}
         self.matcher = StopMatcher(stops)
         self.text = ""
 
@@ -87,6 +100,9 @@ class TextStream:
         return self.matcher.stopped
 
     def push(self, token: int) -> str:
+        spelling = self.special.get(token)
+        if spelling is not None:
+            return self._show(self.matcher.pass_over(spelling))
         self.detokenizer.add_token(token)
         return self._show(self.matcher.push(self.detokenizer.last_segment))
 

@@ -62,7 +62,7 @@ def store_stats(state: State, writer: Writer, loader: Loader) -> StoreStats:
             queued_writes=writer.depth,
             queued_loads=loader.depth,
             quarantined_files=len(state.quarantined),
-            degraded=state.degraded.reason if state.degraded is not None else None,
+            degraded=state.reason,
             counters=dict(state.counters),
             lifetime=dict(state.lifetime),
         )

@@ -63,7 +63,11 @@ class FilePut(ABC):
         self.nbytes = self.file_bytes()
         room = disk_size(self.nbytes)
         try:
-            self.outcome = retention.reserve(self.state, room, self.key)
+            try:
+                self.outcome = retention.reserve(self.state, room, self.key)
+            except FileNotFoundError:  # Someone removed the folders under the running store.
+                self.state.prepare_folders()
+                self.outcome = retention.reserve(self.state, room, self.key)
         except OSError as error:
             self.outcome = self.state.refuse(error)
         if self.outcome is None:
@@ -76,7 +80,7 @@ class FilePut(ABC):
             contents = self.contents()
             try:
                 disk.write(path, contents)
-            except FileNotFoundError:  # Someone removed the folders under the running store.
+            except FileNotFoundError:  # ... and again
                 self.state.prepare_folders()
                 disk.write(path, contents)
             self._temporary = path

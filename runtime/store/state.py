@@ -67,6 +67,7 @@ class State:
         self.quarantined: deque[tuple[str, int]] = deque()
         self.quarantine_bytes = 0
         self.degraded: Full | ReadOnly | None = None
+        self.trouble: Failed | None = None
         self._retry_at = 0.0
         self._root_lock: RootLock | None = None
 
@@ -165,7 +166,17 @@ class State:
                 log.warning("the store at %s stops saving: %s", self.paths.root, result.reason)
             self.degraded = result
             self._retry_at = self.clock() + self.retry_seconds
+        else:
+            if self.trouble is None:
+                log.warning("the store at %s could not save: %s", self.paths.root, result.reason)
+            self.trouble = result
         return result
+
+    @property
+    def reason(self) -> str | None:
+        """Why the last save came to nothing, for people; None if it did not."""
+        refused = self.degraded or self.trouble
+        return refused.reason if refused is not None else None
 
     def freed(self) -> None:
         """Note that room was made: a disk that was full may be tried again at once."""
@@ -177,6 +188,7 @@ class State:
         if self.degraded is not None:
             log.warning("the store at %s saves again", self.paths.root)
             self.degraded = None
+        self.trouble = None
 
     # Catalog
 

@@ -369,8 +369,8 @@ class BlockStore:
 
     @property
     def degraded(self) -> str | None:
-        """Why nothing is being saved now (disk full, read-only), or None."""
-        return self._state.degraded.reason if self._state.degraded is not None else None
+        """Why the last save came to nothing (disk full, read-only, an error of the device), or None."""
+        return self._state.reason
 
     def stats(self) -> StoreStats:
         """Counters and sizes, from memory."""

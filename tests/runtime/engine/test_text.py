@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbook.runtime.engine.dialogue import special_tokens
 from offbook.runtime.engine.text import StopMatcher, TextStream, overlap
 
 SMALL = st.text("ab\n", max_size=12)
@@ -49,6 +50,30 @@ def test_the_overlap_is_the_longest_end_that_begins_the_stop_string(text: str, s
     assert not any(
         stop.startswith(text[-longer:]) for longer in range(length + 1, min(len(text), len(stop) - 1) + 1)
     )
+
+
+def test_special_tokens_are_not_shown_but_may_end_the_text() -> None:
+    texts, special = ["Hello", "<s>", " you", "<s>", "."], {1: "<s>", 3: "<s>"}
+    stream = TextStream(Words(texts), (), special)
+    shown = "".join(stream.push(token) for token in range(5)) + stream.finish()
+    assert shown == stream.text == "Hello you."
+    stream = TextStream(Words(texts), ("o<s>",), special)
+    assert "".join(stream.push(token) for token in range(2)) + stream.finish() in ("Hell", "Hello")
+    stream = TextStream(Words(texts), ("<s>",), special)
+    shown = stream.push(0) + stream.push(1)
+    assert stream.stopped
+    assert "<" not in shown + stream.finish()
+
+
+def test_what_the_embedded_model_draws_is_shown_without_its_special_tokens(smollm2: Any) -> None:
+    special = special_tokens(smollm2.tokenizer)
+    assert "<|im_start|>" in special.values()
+    ids = smollm2.tokenizer.encode(
+        "<|im_start|>assistant\nYes, caf\u00e9.<|im_end|>", add_special_tokens=False
+    )
+    stream = TextStream(smollm2.tokenizer.detokenizer, (), special)
+    shown = "".join(map(stream.push, ids)) + stream.finish()
+    assert shown == "assistant\nYes, caf\u00e9."
 
 
 class Words:

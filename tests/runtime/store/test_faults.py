@@ -274,13 +274,26 @@ def test_stray_files_are_set_aside_and_temporary_ones_removed(kit, open_store, t
     assert kit.check(again, "ann", 300) == (1, True)
 
 
-def test_the_folder_removed_under_a_running_store_is_made_again(kit, open_store, tmp_path):
-    store = open_store()
+@pytest.mark.parametrize("min_free", [0, 1 << 20])
+def test_the_folder_removed_under_a_running_store_is_made_again(kit, open_store, tmp_path, min_free):
+    store = open_store(min_free=min_free)
     kit.save(store, "ann", 300)
     shutil.rmtree(tmp_path / "kv")
     assert kit.check(store, "ann", 300) == (0, False)
     assert kit.save(store, "ann", 300).ok
     assert kit.check(store, "ann", 300) == (1, True)
+
+
+def test_a_device_that_fails_is_said_to_until_it_works_again(kit, open_store):
+    disk = FaultyDisk(errno.EIO, where="write")
+    store = open_store(disk=disk)
+    disk.armed = True
+    assert isinstance(kit.save(store, "ann", 300), Failed)
+    assert "Input/output error" in store.degraded
+    assert store.stats().degraded == store.degraded
+    disk.armed = False
+    assert kit.save(store, "ann", 300).ok
+    assert store.degraded is None
 
 
 class FaultyDisk(Disk):
