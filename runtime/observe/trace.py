@@ -34,6 +34,7 @@ class Trace:
             path.rename(earlier(path))
         self._file: TextIO = path.open("w", encoding="utf-8")
         self._file.write("[\n")
+        self._between = ""
         self._lock = threading.Lock()
         self._origin = time.monotonic()
         self._tracks: dict[str, int] = {}
@@ -60,8 +61,7 @@ class Trace:
     def close(self) -> None:
         with self._lock:
             if not self._file.closed:
-                # The array's last element has no comma; an empty object does no harm.
-                self._file.write("{}]\n")
+                self._file.write("\n]\n")
                 self._file.close()
 
     def _name(self, track: int, name: str) -> None:
@@ -85,7 +85,8 @@ class Trace:
         with self._lock:
             if self._file.closed:
                 return
-            self._file.write(json.dumps(event, separators=(",", ":")) + ",\n")
+            self._file.write(self._between + json.dumps(event, separators=(",", ":")))
+            self._between = ",\n"
             self._pending += 1
             if self._pending >= FLUSH_EVENTS:
                 self._pending = 0
@@ -103,4 +104,5 @@ def read(path: Path) -> list[dict[str, Any]]:
     text = path.read_text(encoding="utf-8").strip().rstrip(",")
     if not text.endswith("]"):
         text = text[: text.rfind("\n")].rstrip().rstrip(",") + "]" if not text.endswith("}") else text + "]"
-    return [event for event in json.loads(text) if event]
+    events: list[dict[str, Any]] = json.loads(text)
+    return events

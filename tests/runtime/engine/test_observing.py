@@ -121,3 +121,15 @@ def test_the_trace_of_an_engine_that_died_is_kept_by_the_next(tmp_path: Path) ->
         ["step 1"],
         ["step 2"],
     ]
+
+
+def test_a_trace_is_plain_json_of_named_events_once_it_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace = Trace(path)
+    trace.step("decode 1", 1.0, 2.0, agents=["a"])
+    trace.close()
+    assert [event["name"] for event in json.loads(path.read_text())][-1] == "decode 1"
+    for number, end in enumerate((-2, -5, -40)):  # cut off where a killed process had written to
+        cut = tmp_path / f"{number}.json"
+        cut.write_text(path.read_text()[:end])
+        assert all(event["name"] for event in read(cut))
