@@ -64,7 +64,8 @@ def calibrate(
     from offbook.runtime.kv import calibrate as calibration
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    errors = Console(stderr=True)
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task("contexts", total=None)
         found = calibration.calibrate(
             loaded,

