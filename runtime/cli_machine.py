@@ -232,8 +232,8 @@ def kv_verify(
     console.print(
         f"moved to {store.root / 'quarantine'}, which keeps the last ones for a look"
         if quarantine
-        else f"No agent is lost: bad memory is read again from transcripts when it is needed. To move bad files "
-        f"away, end the team and use 'offbook kv verify --quarantine -r {name}'",
+        else f"No agent is lost: bad memory is read again from transcripts when it is needed. To move bad "
+        f"files away, end the team and use 'offbook kv verify --quarantine -r {name}'",
         highlight=False,
         markup=False,
     )

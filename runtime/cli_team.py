@@ -33,7 +33,6 @@ from offbook.runtime.lockfile import LockFile
 from offbook.runtime.waiting import ask_engine
 
 
-
 def runtime_option(help_text: str) -> Any:
     """The option that names a team."""
     return typer.Option("--runtime", "-r", envvar="OFFBOOK_RUNTIME", help=help_text)
@@ -72,23 +71,23 @@ def chosen_runtime(name: str | None, *, running: bool | None = True) -> str:
         InvalidRequest: there are several, or it is running though it should not be.
     """
     runtimes = known_runtimes()
-    if name is not None:
-        check_name(name, "runtime name")
-        if name not in runtimes:
-            there = f"; there are: {', '.join(runtimes)}" if runtimes else ""
-            raise NoSuchActor(f"there is no runtime {name!r} in {home()}{there}")
-        if running and runtimes[name] is None:
-            raise NoSuchActor(f"runtime {name!r} is not running: start its script, e.g. 'offbook run FILE'")
-        if running is False and runtimes[name] is not None:
-            raise InvalidRequest(f"runtime {name!r} is running, in process {runtimes[name]}: end it first")
-        return name
-    up = [known for known, pid in runtimes.items() if pid is not None]
-    candidates = up if running or (running is None and len(up) == 1) else list(runtimes)
-    if not candidates:
-        raise NoSuchActor("no runtime is running: start one, e.g. 'offbook run examples/village.py'")
-    if len(candidates) > 1:
-        raise InvalidRequest(f"there are several runtimes, choose one with -r: {', '.join(candidates)}")
-    return chosen_runtime(candidates[0], running=running)
+    if name is None:
+        up = [known for known, pid in runtimes.items() if pid is not None]
+        candidates = up if running or (running is None and len(up) == 1) else list(runtimes)
+        if not candidates:
+            raise NoSuchActor("no runtime is running: start one, e.g. 'offbook run examples/village.py'")
+        if len(candidates) > 1:
+            raise InvalidRequest(f"there are several runtimes, choose one with -r: {', '.join(candidates)}")
+        name = candidates[0]
+    check_name(name, "runtime name")
+    if name not in runtimes:
+        there = f"; there are: {', '.join(runtimes)}" if runtimes else ""
+        raise NoSuchActor(f"there is no runtime {name!r} in {home()}{there}")
+    if running and runtimes[name] is None:
+        raise NoSuchActor(f"runtime {name!r} is not running: start its script, e.g. 'offbook run FILE'")
+    if running is False and runtimes[name] is not None:
+        raise InvalidRequest(f"runtime {name!r} is running, in process {runtimes[name]}: end it first")
+    return name
 
 
 def run(
@@ -146,8 +145,8 @@ def _has_async_main(file: Path) -> bool:
             # A decorator may hand it to what runs it.
             if isinstance(node, ast.FunctionDef) and node.name == "main" and not node.decorator_list:
                 raise InvalidRequest(
-                    f"{file}, line {node.lineno}: main() is not async and nothing calls it, so there is nothing "
-                    "to run: make it 'async def main()', or call it at the end of the file"
+                    f"{file}, line {node.lineno}: main() is not async and nothing calls it, so there is "
+                    "nothing to run: make it 'async def main()', or call it at the end of the file"
                 )
     return found and not program
 

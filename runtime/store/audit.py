@@ -83,12 +83,7 @@ def proven_tail(
         return True
     except (CorruptFile, OSError) as error:
         agent = state.index.agents.get(key)
-        if (
-            faults is not None
-            and agent is not None
-            and entry in agent.tails
-            and not _removed(state, error)
-        ):
+        if faults is not None and agent is not None and entry in agent.tails and not _removed(state, error):
             faults.append(Fault(path, _reason(error)))
             if quarantine:
                 state.bad_tail(key, entry, _what(error))

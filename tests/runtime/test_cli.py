@@ -92,9 +92,11 @@ def test_memory_shows_and_sets_the_budget(team: Path, capsys: pytest.CaptureFixt
         (["ps", "-r", "elsewhere"], "there is no runtime 'elsewhere'"),
         (["ps", "-r", "../up"], "InvalidAddress"),
         (["memory", "plenty"], "InvalidConfig"),
+        (["memory", "-5GiB"], "InvalidConfig: memory is '-5GiB'"),
         (["run", "absent.py"], "there is no file 'absent.py'"),
         (["run", "README.md"], "not a Python file"),
         (["models", "fetch", "wheel:nope"], "UnknownModel"),
+        (["model", "profile", "wheel:nope"], "UnknownModel"),
         (["kv", "ls"], "nothing on disk"),
     ],
 )
@@ -102,7 +104,8 @@ def test_an_error_is_one_line_that_says_what_was_wrong(
     team: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
     assert cli.run(arguments) == 1
-    error = capfd.readouterr().err
+    out, error = capfd.readouterr()
+    assert out == ""
     assert says in error
     assert "Traceback" not in error
     assert len(error.splitlines()) == 1
@@ -111,6 +114,8 @@ def test_an_error_is_one_line_that_says_what_was_wrong(
 def test_wrong_usage_ends_with_two_and_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["frobnicate"]) == 2
     assert cli.run(["ask"]) == 2
+    assert cli.run(["memory", "--frobnicate"]) == 2
+    assert "--frobnicate" in capsys.readouterr().err
     capsys.readouterr()
     assert cli.run(["--help"]) == 0
     shown = capsys.readouterr().out
@@ -143,6 +148,33 @@ def test_a_plain_script_runs_as_a_program(home: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "offbook.runtime.cli", "run", str(script), "--flag"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "ran ['--flag']\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "runs"),
+    [
+        ("def main():\n    print('ran')\n", False),
+        ("import sys\n\nLIMIT = 3\n\ndef main():\n    print('ran')\n", False),
+        ("def main():\n    print('ran')\n\nmain()\n", True),
+        ("def main():\n    print('ran')\n\ndef start():\n    main()\n\nstart()\n", True),
+        ("@lambda f: f()\ndef main():\n    print('ran')\n", True),
+        ("async def main():\n    print('ran')\n", True),
+    ],
+)
+def test_a_main_that_is_not_async_and_that_nobody_calls_is_an_error(
+    home: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str, runs: bool
+) -> None:
+    script = tmp_path / "team.py"
+    script.write_text(text)
+    argv, path = sys.argv, list(sys.path)
+    try:
+        code = cli.run(["run", str(script)])
+    finally:
+        sys.argv, sys.path[:] = argv, path
+    out, error = capfd.readouterr()
+    assert (code, out) == ((0, "ran\n") if runs else (1, ""))
+    assert runs or "InvalidRequest" in error
+    assert runs or "make it 'async def main()'" in error
 
 
 def test_lines_are_not_folded_where_the_output_is_no_terminal(
