@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Union, get_args, get_o
 
 import msgspec
 
-from offbook.bus.address import parse_address
-from offbook.bus.errors import InvalidRequest
+from offbook.bus.address import check_kind, check_topic, parse_address
+from offbook.bus.errors import InvalidAddress, InvalidRequest
 
 from .clock import Seconds, seconds
 from .message import Request, T, check_type, derive_id, names, reply_type, tag_of
@@ -126,6 +126,28 @@ class Actor:
         frame = sys._getframe(1)
         cls._locals = dict(frame.f_locals) if frame.f_locals is not frame.f_globals else None
         _check_reserved(cls)
+
+    @classmethod
+    def _check_class(cls) -> None:
+        """Refuse class attributes that the host could not work with; raises ``TypeError``."""
+        name = cls.__name__
+        try:
+            check_kind(cls.kind)
+        except InvalidAddress as exc:
+            raise TypeError(f"{name}: {exc.message}; set kind = ... on {name}") from exc
+        if not isinstance(cls.supervision, Supervision):
+            raise TypeError(
+                f"{name}.supervision is {cls.supervision!r}: it must be a Supervision(...), "
+                "such as Supervision(max_tries=3)"
+            )
+        version: Any = cls.state_version
+        if not isinstance(version, int) or isinstance(version, bool):
+            raise TypeError(f"{name}.state_version is {version!r}: it must be a whole number")
+        try:
+            for topic in _topics(cls):
+                check_topic(topic)
+        except (TypeError, InvalidAddress) as exc:
+            raise TypeError(f"{name}.topics is {cls.topics!r}: it must be names of topics ({exc})") from exc
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = name.startswith("_") or isinstance(getattr(type(self), name, None), property)
@@ -312,16 +334,35 @@ def _message_classes(cls: type[Actor], name: str, method: Any) -> list[type[msgs
     return list(found)
 
 
+def _topics(cls: type[Actor]) -> tuple[str, ...]:
+    return (cls.topics,) if isinstance(cls.topics, str) else tuple(cls.topics)
+
+
+def address_of(spec: ActorSpec, key: str) -> str:
+    """The address of one actor of a class.
+
+    Raises:
+        InvalidAddress: the key is not legal.
+    """
+    if not isinstance(key, str):
+        raise InvalidAddress(f"the key of a {spec.kind} must be text, got {key!r:.100}")
+    return str(parse_address(f"{spec.kind}/{key}"))
+
+
 def spec_of(cls: type[Actor]) -> ActorSpec:
     """What a class definition means. Checked once; the result is kept on the class.
 
     Raises:
-        TypeError: a handler that is not async, takes no message class, or a message that two handlers take.
+        TypeError: not a class of actors, a class attribute of a wrong type, a handler that is not async or
+            takes no message class, or a message that two handlers take.
     """
-    if cls._spec is not None and cls._spec.cls is cls:
-        return cls._spec
+    known: ActorSpec | None = getattr(cls, "_spec", None)
+    if known is not None and known.cls is cls:
+        return known
+    if not isinstance(cls, type) or not issubclass(cls, Actor) or cls is Actor:
+        raise TypeError(f"{cls!r:.100} is no class of actors: give a class derived from Actor or Agent")
+    cls._check_class()
     kind = cls.kind
-    parse_address(f"{kind}/key")
     handlers: dict[str, Handler] = {}
     ticks: dict[str, float] = {}
     for name, method in inspect.getmembers(cls, inspect.isfunction):
@@ -343,14 +384,13 @@ def spec_of(cls: type[Actor]) -> ActorSpec:
                 raise TypeError(f"{cls.__name__}.{name}: an @every method is async and takes only self")
             ticks[name] = period
     fields, defaults = _state_fields(cls)
-    topics = (cls.topics,) if isinstance(cls.topics, str) else tuple(cls.topics)
     spec = ActorSpec(
         kind=kind,
         cls=cls,
         schema=StateSchema(kind, fields, defaults, cls.state_version, getattr(cls, "migrate_from", None)),
         handlers=handlers,
         ticks=ticks,
-        topics=topics,
+        topics=_topics(cls),
         supervision=cls.supervision,
         has_first_turn=cls.on_spawn is not Actor.on_spawn or cls.on_start is not Actor.on_start,
     )

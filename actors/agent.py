@@ -5,21 +5,21 @@ Owns what users call: ``say``, ``speak``, ``observe``, ``fork``, ``rewind``, ``f
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any, ClassVar, TypeVar, overload
 
 import msgspec
 
-from offbook.bus.address import parse_address
 from offbook.bus.errors import InvalidRequest
 
 from . import statements
-from .actor import Actor, spec_of
+from .actor import Actor, address_of, spec_of
 from .engine import LONGEST_CALL
 from .lm import SamplingParams, StateHandle
 from .memory import AgentMemory, FullContext, fold
 from .records import Birth, Fork
-from .speech import Plan, Prompt, Reply, Speech, chat, check_sampling, parse_typed, perform
+from .speech import Plan, Prompt, Reply, Speech, chat, check_sampling, parse_typed, perform, persona_of
 from .typed import schema_of
 
 S = TypeVar("S")
@@ -35,6 +35,21 @@ class Agent(Actor):
 
     salt: ClassVar[str] = ""
     pinned: ClassVar[bool] = False
+
+    @classmethod
+    def _check_class(cls) -> None:
+        super()._check_class()
+        name, persona = cls.__name__, cls.persona
+        if not callable(persona) or inspect.iscoroutinefunction(persona):
+            given = "async" if callable(persona) else repr(persona)[:100]
+            raise TypeError(
+                f"{name}.persona is {given}: it must be a plain method that returns text, "
+                "def persona(self) -> str"
+            )
+        if not isinstance(cls.salt, str):
+            raise TypeError(f"{name}.salt is {cls.salt!r}: it must be text")
+        if not isinstance(cls.pinned, bool):
+            raise TypeError(f"{name}.pinned is {cls.pinned!r}: it must be True or False")
 
     def persona(self) -> str:
         """The system prompt, read once at the start of the transcript; empty for none."""
@@ -162,7 +177,7 @@ class Agent(Actor):
     async def locate(self) -> StateHandle:
         """Ask the engine where the memory is now."""
         turn, memory = self._now_turn(), self._memory()
-        reference = memory.reference(self.id, self.persona(), pinned=self.pinned)
+        reference = memory.reference(self.id, persona_of(self), pinned=self.pinned)
         with turn.waiting_for_engine():
             return await turn.port.engine.locate(reference, seconds=turn.time_left(LONGEST_CALL))
 
@@ -177,7 +192,7 @@ class Agent(Actor):
         """
         turn, memory = self._now_turn(), self._memory()
         spec = spec_of(type(self))
-        address = str(parse_address(f"{spec.kind}/{key}"))
+        address = address_of(spec, key)
         taken = await turn.port.journal.do("exists", lambda db: statements.exists(db, address))
         if taken or any(fork.actor == address for fork in turn.forks):
             raise InvalidRequest(f"{address} exists already; fork to another key")

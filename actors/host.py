@@ -30,7 +30,7 @@ from offbook.bus.errors import (
 )
 
 from . import deadletters, statements
-from .actor import Actor, ActorSpec, spec_of
+from .actor import Actor, ActorSpec, address_of, spec_of
 from .agent import Agent
 from .clock import Clock, Seconds, VirtualClock, WallClock
 from .control import ActorPage, DeadResult, ListActors
@@ -258,7 +258,7 @@ class Host(Outside):
             InvalidRequest: a required field is missing, unknown, or of another type.
         """
         spec = spec_of(cls)
-        address = str(parse_address(f"{spec.kind}/{key}"))
+        address = address_of(spec, key)
         await self.register(cls)
         birth: Birth | None = None
         wrong: InvalidRequest | None = None

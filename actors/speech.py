@@ -134,6 +134,25 @@ class Plan:
     policy: Policy | None
 
 
+def persona_of(agent: Agent) -> str:
+    """What the agent's ``persona`` returns.
+
+    Raises:
+        InvalidRequest: it is no text, or none that UTF-8 can encode.
+    """
+    text: Any = agent.persona()
+    where = f"{type(agent).__name__}.persona()"
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{where} must return text, empty for none, got {text!r:.100}", field="persona")
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        raise InvalidRequest(
+            f"{where} returns characters that UTF-8 cannot encode: {exc}", field="persona"
+        ) from exc
+    return text
+
+
 async def perform(agent: Agent, turn: Turn, plan: Plan, emit: Emit | None) -> Reply:
     """Make one call on the agent's own memory. Calls of one turn are made one after another."""
     memory = turn.memory
@@ -149,7 +168,7 @@ async def perform(agent: Agent, turn: Turn, plan: Plan, emit: Emit | None) -> Re
             seed = int(derive_id("seed", turn.actor, turn.message.id, number)[:8], 16)
             sampling = msgspec.structs.replace(sampling, seed=seed)
         request = Generate(
-            memory=memory.reference(turn.actor, agent.persona(), pinned=agent.pinned),
+            memory=memory.reference(turn.actor, persona_of(agent), pinned=agent.pinned),
             messages=messages,
             sampling=sampling,
             json_schema=plan.json_schema,
@@ -324,6 +343,11 @@ class Speech:
     def text(self) -> str:
         """The whole text."""
         return self.reply.text
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why it ended: ``stop``, ``length`` or ``cancelled``."""
+        return self.reply.finish_reason
 
     @property
     def usage(self) -> Usage:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from offbook.bus.errors import (
     ActorFailed,
@@ -21,6 +22,7 @@ from offbook.bus.errors import (
     DeadlineExceeded,
     EngineBusy,
     EngineFailed,
+    InvalidAddress,
     InvalidRequest,
     MailboxFull,
     ModelError,
@@ -31,6 +33,8 @@ from offbook.bus.errors import (
     UnknownModel,
     to_wire,
 )
+
+from .reasons import reason_of
 
 _NOT_READY = (ConnectionLost, DeadlineExceeded, EngineFailed, MailboxFull, NoSuchActor)
 """Errors that the state of other parts causes, and time may mend."""
@@ -49,6 +53,9 @@ class Supervision:
         backoff_max: the longest delay between tries, in seconds.
         intensity: restarts allowed within ``period``; one more stops the actor.
         period: the window of ``intensity``, in seconds.
+
+    Raises:
+        InvalidRequest: a value that cannot be used.
     """
 
     max_tries: int = 5
@@ -57,10 +64,27 @@ class Supervision:
     intensity: int = 30
     period: float = 60.0
 
+    def __post_init__(self) -> None:
+        # A value that only fails when it is used would do so in the midst of a failure.
+        for name, least in (("max_tries", 1), ("intensity", 0)):
+            value: Any = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InvalidRequest(
+                    f"Supervision: {name} must be a whole number from {least}, got {value!r}", field=name
+                )
+        for name in ("backoff", "backoff_max", "period"):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not value >= 0:  # nor is NaN
+                raise InvalidRequest(
+                    f"Supervision: {name} must be seconds, zero or more, got {value!r}", field=name
+                )
+
     def delay(self, tries: int, error: BaseException) -> float:
         """Seconds to wait after the ``tries``-th failed try; longer if somebody else was not ready."""
         first = self.backoff * (_OTHERS if isinstance(error, _NOT_READY) else 1)
-        return float(min(first * 2 ** (tries - 1), self.backoff_max))
+        doublings = min(tries - 1, 100)  # far beyond any delay; thousands would be no float any more
+        return float(min(first * 2.0**doublings, self.backoff_max))
 
 
 class Verdict(Enum):
@@ -118,6 +142,7 @@ ASKERS_OWN: tuple[type[OffbookError], ...] = (
 
 _PASSED_ON: tuple[type[OffbookError], ...] = (
     *ASKERS_OWN,
+    InvalidAddress,
     ModelError,
     StateNotLoadable,
     StateNotStorable,
@@ -131,4 +156,4 @@ def for_asker(actor: str, exc: BaseException) -> OffbookError:
     if isinstance(exc, _PASSED_ON):
         exc.details.setdefault("actor", actor)
         return exc
-    return ActorFailed(f"{actor} failed: {type(exc).__name__}: {exc}", actor=actor, cause=to_wire(exc))
+    return ActorFailed(f"{actor} failed: {reason_of(exc)}", actor=actor, cause=to_wire(exc))

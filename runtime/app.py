@@ -10,7 +10,9 @@ engine is a child that may die and is started again without the actors noticing 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
+import math
 import os
 import shutil
 import signal
@@ -32,6 +34,7 @@ from msgspec import Struct
 from offbook.actors.actor import Actor
 from offbook.actors.clock import Clock, Seconds
 from offbook.actors.clock import seconds as as_seconds
+from offbook.actors.engine import PATIENCE
 from offbook.actors.host import Host
 from offbook.actors.journal import Journal
 from offbook.actors.lm import ENGINE_ADDRESS, EngineStats, SetMemory, Shutdown, Stats
@@ -39,7 +42,6 @@ from offbook.actors.message import Request
 from offbook.actors.running import RunReport
 from offbook.actors.topicstore import JournalTopicStore
 from offbook.bus import Broker, Bus, ReplyStream, Subscription, connect, endpoint_for, run_dir
-from offbook.bus.address import check_kind
 from offbook.bus.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -56,6 +58,9 @@ from offbook.runtime.config import (
     EngineConfig,
     InvalidConfig,
     check_budget,
+    check_clock,
+    check_peers,
+    check_runtime_name,
     check_trace,
     default_store_dir,
     format_bytes,
@@ -71,6 +76,10 @@ T = TypeVar("T")
 
 DISK_LOOK_S = 10.0
 """Seconds between looks at the free space of the disk."""
+
+ABSENT_PATIENCE_S = 2.0
+"""Seconds for which calls wait for an engine where none was started and none was announced in ``peers``: a
+new connection's time. Then it is a slip, and more waiting would hide it behind the asker's deadline."""
 
 Until = Seconds | datetime | Callable[[], Awaitable[Any]] | None
 
@@ -101,14 +110,16 @@ class Runtime:
     goes on where it was.
 
     Args:
-        name: names the runtime on this machine, and its folder.
+        name: names the runtime on this machine, and its folder: up to 120 of ``A-Z a-z 0-9 _ . -``.
         model: which model the engine serves; see ``offbook models``.
         memory: budget of the engine for weights, KV and workspace: ``"2 GiB"`` or bytes; None takes
             what the machine can spare.
         disk: most that KV may take on disk, or None.
         kv_bits: 4, 8, or None for 16-bit.
         clock: ``VirtualClock(seed)`` for simulated time; default real time.
-        engine: False if no engine is to be started here (actors only, or one that runs elsewhere).
+        engine: False if no engine is to be started here (actors only, or one that runs elsewhere). An
+            agent's calls then fail within seconds if there is none; with ``peers=["engine"]`` they wait
+            for it as for one of their own.
         trace: file for a Perfetto trace of the engine's work. One that is there already, as after a
             restart of the engine, is kept: ``trace.json`` as ``trace.1.json``, the next as ``trace.2.json``.
         peers: kinds of addresses that other processes will serve. An actor's message to them waits while
@@ -137,7 +148,7 @@ class Runtime:
                 "this installation has no MLX to run an engine with: pip install 'offbook[cpu]' (or [metal], "
                 "[cuda]), or pass engine=False"
             )
-        self.name = name
+        self.name = check_runtime_name(name)
         self.run_dir = run_dir(name)
         self.endpoint = endpoint_for(name)
         self.config = EngineConfig(
@@ -151,8 +162,8 @@ class Runtime:
             trace=None if trace is None else check_trace(trace),
         )
         self.engine = EngineChild(self.config, self.run_dir) if engine else None
-        self._clock = clock
-        self._peers = tuple(check_kind(peer) for peer in peers)
+        self._clock = check_clock(clock)
+        self._peers = check_peers(peers)
         self._lock = LockFile(self.run_dir / "runtime.lock")
         self._bus: Bus | None = None
         self._host: Host | None = None
@@ -209,11 +220,13 @@ class Runtime:
                     children.start_soon(self.engine.run, partial(self._engine_failed, children))
                     stack.push_async_callback(self.engine.end, partial(_ask_to_end, bus))
                     children.start_soon(_warn_of_full_disk, self.run_dir)
+                awaited = self.engine is not None or "engine" in self._peers
                 host = Host(
                     self.name,
                     journal=journal,
                     endpoint=self.endpoint,
                     clock=self._clock,
+                    engine_patience=PATIENCE if awaited else ABSENT_PATIENCE_S,
                     peers=self._peers,
                 )
                 self._host = await stack.enter_async_context(host)
@@ -345,11 +358,13 @@ class Runtime:
         for something else goes no further.
 
         Raises:
+            InvalidRequest: ``until`` is nothing of these.
             SystemExit, KeyboardInterrupt: after SIGTERM and SIGINT, unless ``until`` is None.
             UnknownModel, ModelError, EngineFailed...: the engine cannot be kept running, so no agent
                 can go on.
         """
         host = self.host
+        _check_until(until)
         turns = host.turns
         host.directory.complete = True  # whatever runs after this, the team has been set up
         report: RunReport | None = None
@@ -374,6 +389,20 @@ class Runtime:
         if report is not None:
             return report
         return host.report(turns)
+
+
+def _check_until(until: Any) -> None:
+    if until is None or callable(until) or isinstance(until, datetime | timedelta):
+        return
+    if isinstance(until, int | float) and not isinstance(until, bool) and not math.isnan(until):
+        return
+    if inspect.iscoroutine(until):
+        until.close()  # it will not run, which is no second thing to warn of
+        raise InvalidRequest(f"until is a coroutine, {until.__qualname__}(): give the function, not its call")
+    raise InvalidRequest(
+        f"until is {until!r:.100}: give a duration such as hours(12), a number of seconds, a datetime, an "
+        "async function, or None"
+    )
 
 
 async def _warn_of_full_disk(folder: Path) -> None:

