@@ -42,6 +42,7 @@ class Loading:
 
     Attributes:
         priority: of its reads in the store; 0 once a turn waits for them.
+        unpacked: the tail is in its place already.
         cancelled: nobody wants it any more. It ends when what is being read has been read.
     """
 
@@ -56,6 +57,7 @@ class Loading:
     unreadable: list[Any] = field(default_factory=list)
     staged: list[tuple[int, int, list[NDArray[Any]]]] = field(default_factory=list)
     tail: Tail | None = None
+    unpacked: bool = False
     ids: Ids = field(default_factory=lambda: np.zeros(0, np.uint32))
     started: float = field(default_factory=time.monotonic)
 
@@ -235,6 +237,11 @@ class Loader:
                     loading.unreadable.append(what)
             elif hasattr(result, "tail"):
                 loading.tail = result.tail
+                try:  # here, where it is in the caches yet
+                    loading.unpacked = self._unpacking.restore(loading.table, result.tail.arrays)
+                except Exception as error:
+                    log.exception("a saved tail could not be put into its place")
+                    loading.failed = repr(error)
         with _COUNT_LOCK:
             loading.waiting -= 1
             done = loading.waiting == 0
@@ -245,7 +252,7 @@ class Loader:
         """Complete a load on the step thread. None if it failed: plan again, less will be found."""
         self._kv.loading.pop(loading.key, None)
         table, plan = loading.table, loading.plan
-        if loading.failed is None and plan.tail and loading.tail is not None:
+        if loading.failed is None and plan.tail and loading.tail is not None and not loading.unpacked:
             loading.failed = self._restore_tail(table, loading.tail)
             if loading.failed is not None:
                 loading.unreadable.append((plan.tail, table.salt, table.tokens))
@@ -297,8 +304,6 @@ class Loader:
 
     def _restore_tail(self, table: AgentTable, tail: Tail) -> str | None:
         """Put a saved tail into the table's slots and pages. A reason if it does not fit."""
-        if self._unpacking.restore(table, tail.arrays):
-            return None
         groups = table.sealed % BLOCK // GROUP
         try:
             if groups:

@@ -228,6 +228,7 @@ def test_a_tail_that_does_not_fit_the_model_is_a_miss(
     one.evict("a")
     loader = one.memory.loader
     load = loader._restore_tail
+    monkeypatch.setattr(loader._unpacking, "restore", lambda *_: False)
     monkeypatch.setattr(loader, "_restore_tail", lambda table, tail: load(table, tail) or "of another form")
     got, plan = one.say("a", text)
     assert plan.source == "cold"
