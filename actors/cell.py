@@ -32,6 +32,7 @@ from .instance import Instance
 from .journal import RETRY_AFTER, JournalFailed
 from .lm import MemoryRef
 from .message import encode
+from .reasons import reason_of
 from .records import Inbound, Mode, Outgoing, TurnRecord
 from .statements import TurnLost
 from .stray import own_errors
@@ -256,7 +257,7 @@ class Cell:
         verdict = decide(policy, is_ask=message.mode is Mode.ASK, tries=message.tries)
         if isinstance(error, _HOPELESS) and verdict is Verdict.RETRY:
             verdict = Verdict.DEAD_LETTER
-        text = f"{type(error).__name__}: {error}"
+        text = reason_of(error)
         self.port.failed(
             Failure(self.id, message.id, message.type, text, message.tries, verdict.value), error
         )

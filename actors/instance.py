@@ -91,6 +91,8 @@ class Instance:
             persona = getattr(self.actor, "persona", str)()
         except Exception:  # the user's method; whoever needs the persona will see the error
             return None
+        if not isinstance(persona, str):
+            return None
         return self.memory.reference(self.id, persona, pinned=getattr(self.actor, "pinned", False))
 
     async def dispatch(self, turn: Turn) -> Any:
