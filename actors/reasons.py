@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from offbook.bus.errors import in_words
+
 _NAMED = 5
 """Errors of a group that are named; the rest are counted."""
 
@@ -13,10 +15,10 @@ def reason_of(exc: BaseException) -> str:
 
     A group's own text is only "unhandled errors in a TaskGroup (1 sub-exception)".
     """
-    text = f"{type(exc).__name__}: {exc}"
+    text = in_words(exc)
     if not isinstance(exc, BaseExceptionGroup):
         return text
-    leaves = [f"{type(leaf).__name__}: {leaf}" for leaf in _leaves(exc)]
+    leaves = [in_words(leaf) for leaf in _leaves(exc)]
     more = f"; and {len(leaves) - _NAMED} more" if len(leaves) > _NAMED else ""
     return f"{text}: {'; '.join(leaves[:_NAMED])}{more}"
 

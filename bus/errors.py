@@ -165,6 +165,15 @@ def _plain(value: Any) -> Any:
         return repr(value)
 
 
+def in_words(exc: BaseException) -> str:
+    """``"ValueError: what was wrong"``, also of an exception whose own text cannot be made."""
+    name = type(exc).__name__
+    try:
+        return f"{name}: {exc}"
+    except Exception as error:
+        return f"{name} (its text could not be made: {type(error).__name__})"
+
+
 def to_wire(exc: BaseException) -> dict[str, Any]:
     """The wire form of an error: ``{"code", "message", "details"}``, plain values only.
 
@@ -175,7 +184,7 @@ def to_wire(exc: BaseException) -> dict[str, Any]:
         details = {str(key): _plain(value) for key, value in exc.details.items()}
         return {"code": exc.code, "message": exc.message[:_MESSAGE_LIMIT], "details": details}
     name = type(exc).__name__
-    message = f"{name}: {exc}"[:_MESSAGE_LIMIT]
+    message = in_words(exc)[:_MESSAGE_LIMIT]
     return {"code": RemoteError.code, "message": message, "details": {"code": name}}
 
 

@@ -90,6 +90,36 @@ async def test_an_asker_is_told(tmp_path: Path, how: str) -> None:
         assert await host.ask("leaky/a", AskLeak("caught")) == "done"
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+class Wordless(Actor):
+    supervision = Supervision(max_tries=1, intensity=1000)
+
+    @on
+    async def told(self, msg: Leak) -> None:
+        raise Mute
+
+    @on
+    async def asked(self, ask: AskLeak) -> str:
+        if ask.how == "mute":
+            raise Mute
+        return "well"
+
+
+async def test_an_error_that_cannot_say_what_it_is_harms_nobody(tmp_path: Path) -> None:
+    async with team(tmp_path, engine=False) as (host, _):
+        await host.register(Wordless)
+        await host.tell("wordless/a", Leak("mute"))
+        with pytest.raises(ActorFailed, match="Mute"):
+            await host.ask("wordless/a", AskLeak("mute"))
+        assert await host.ask("wordless/a", AskLeak("")) == "well"
+        (letter,) = await host.dead_letters()
+        assert "Mute" in letter.reason
+
+
 async def test_a_turn_that_is_cancelled_in_earnest_ends_as_ever(tmp_path: Path) -> None:
     async with team(tmp_path, engine=False) as (host, _):
         await host.register(Leaky)
