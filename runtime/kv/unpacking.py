@@ -67,7 +67,9 @@ class Unpacking:
         if not self.possible or not isinstance(tail, FlatArrays):
             return False
         copies = self._copies(groups, len(table.pages))
-        if tail.names != copies.names or not np.array_equal(np.diff(tail.offsets), copies.sizes):
+        if tail.layout.names != copies.names or not np.array_equal(
+            tail.layout.pieces.sizes[1:], copies.sizes
+        ):
             return False
         places = [self._arrays.page_addresses(page) for page in table.pages]
         if groups:

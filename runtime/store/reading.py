@@ -79,28 +79,41 @@ class Pieces:
         return nbytes
 
 
-class FlatArrays(Mapping[str, Array]):
-    """A file's tensors as they lie in it, one after the other; views of them are made when asked for.
+class FlatLayout:
+    """Where a file's tensors lie in it, one after the other. Worked out once for a file.
 
     Attributes:
-        names: in file order.
-        data: uint8, all bytes.
-        offsets: int64 [tensors + 1], where each begins in ``data``, and the end.
+        names: in file order. specs: by name.
+        offsets: int64 [tensors + 1], where each begins behind the header, and the end.
+        pieces: of the whole file.
     """
 
     def __init__(self, header: Header) -> None:
-        self._specs: dict[str, TensorSpec] = {spec.name: spec for spec in header.tensors}
-        self.names = tuple(self._specs)
-        self.offsets = np.cumsum([0, *(spec.nbytes for spec in header.tensors)])
-        self.data = np.empty(int(self.offsets[-1]), np.uint8)
-        self._place = dict(zip(self.names, self.offsets.tolist(), strict=False))
+        self.specs: dict[str, TensorSpec] = {spec.name: spec for spec in header.tensors}
+        self.names = tuple(self.specs)
+        sizes = [spec.nbytes for spec in header.tensors]
+        self.offsets = np.cumsum([0, *sizes])
+        self.place = dict(zip(self.names, self.offsets.tolist(), strict=False))
+        self.pieces = Pieces(header.size, sizes)
+
+
+class FlatArrays(Mapping[str, Array]):
+    """A file's tensors as they lie in it; views of them are made when asked for.
+
+    Attributes:
+        data: uint8, all bytes.
+    """
+
+    def __init__(self, layout: FlatLayout) -> None:
+        self.layout = layout
+        self.data = np.empty(int(layout.offsets[-1]), np.uint8)
 
     def __getitem__(self, name: str) -> Array:
-        spec, at = self._specs[name], self._place[name]
+        spec, at = self.layout.specs[name], self.layout.place[name]
         return self.data[at : at + spec.nbytes].view(DTYPES[spec.dtype]).reshape(spec.shape)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
+        return iter(self.layout.names)
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.layout.names)

@@ -193,9 +193,10 @@ class TailPut(FilePut):
         return tail_bytes(self.fingerprint, self.salt, self.agent, self.tail, self._serial)
 
     def contents(self) -> Sequence[Any]:
-        self.header, arrays, self._facts = encode_tail(
+        self.header, arrays, facts = encode_tail(
             self.fingerprint, self.salt, self.agent, self.tail, self._serial
         )
+        self.state.known_tails.add(facts)
         return [self.header, *(array for array in arrays if array.nbytes)]
 
     def enter(self) -> Stored:
@@ -208,7 +209,6 @@ class TailPut(FilePut):
         index.agent(self.key, self.agent, self.salt, self.fingerprint, state.clock())
         for old in index.add_tail(self.key, entry, self._keep):
             state.disk.discard(state.paths.tail(self.key, old.tokens, old.serial))
-        state.known_tails.add(self._facts)
         state.count("tails_written")
         state.count("bytes_written", self.nbytes)
         missing = tuple(name for name in self.tail.blocks if name not in index.blocks)

@@ -23,7 +23,7 @@ from . import container
 from .container import CorruptFile, Header
 from .hashing import HASH_BYTES, chain_at, ids_bytes
 from .layout import OPENING, Array, Tail, TensorSpec
-from .reading import FlatArrays, Pieces, Reader, address
+from .reading import FlatArrays, FlatLayout, Reader, address
 from .results import StoreUsageError
 
 FORMAT = "offbook-tail-1"
@@ -161,45 +161,48 @@ def inspect_tail(path: str, key: bytes, tokens: int, serial: int) -> TailFacts:
 
 
 class KnownTails:
-    """Facts of tails lately written or read, by seal: equal seals mean equal headers. Thread-safe.
+    """Facts and layouts of tails lately written or read, by their headers' seals. Thread-safe.
 
-    Parsing a header takes as long as reading the file.
+    Working them out takes as long as reading the file.
     """
 
     def __init__(self, limit: int = 64) -> None:
         self._limit = limit
-        self._facts: OrderedDict[bytes, TailFacts] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[TailFacts, FlatLayout]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def add(self, facts: TailFacts) -> None:
+    def add(self, facts: TailFacts) -> tuple[TailFacts, FlatLayout]:
+        entry = facts, FlatLayout(facts.header)
         with self._lock:
-            self._facts[facts.header.seal] = facts
-            self._facts.move_to_end(facts.header.seal)
-            while len(self._facts) > self._limit:
-                self._facts.popitem(last=False)
+            self._known[facts.header.seal] = entry
+            self._known.move_to_end(facts.header.seal)
+            while len(self._known) > self._limit:
+                self._known.popitem(last=False)
+        return entry
 
-    def get(self, seal: bytes) -> TailFacts | None:
+    def get(self, seal: bytes) -> tuple[TailFacts, FlatLayout] | None:
         with self._lock:
-            return self._facts.get(seal)
+            return self._known.get(seal)
 
 
 def read_tail(
     path: str, key: bytes, tokens: int, serial: int, seal: bytes, known: KnownTails, reader: Reader | None
 ) -> Tail:
     """Read and verify a tail file. ``seal``: what the index remembers. Raises CorruptFile, OSError."""
-    facts = known.get(seal)
-    if facts is None:
+    entry = known.get(seal)
+    if entry is None:
         facts = inspect_tail(path, key, tokens, serial)
         if facts.header.seal != seal:
             raise CorruptFile("the header does not match the catalog's seal")
-        known.add(facts)
+        entry = known.add(facts)
+    facts, layout = entry
     header = facts.header
-    raw, arrays = bytearray(header.size), FlatArrays(header)
-    sizes, starts = np.diff(arrays.offsets), address(arrays.data) + arrays.offsets[:-1]
+    raw, arrays = bytearray(header.size), FlatArrays(layout)
     if reader is not None:
-        checksums = np.zeros(16 * (1 + len(sizes)), np.uint8)
-        addresses = np.concatenate([[address(raw)], starts])
-        Pieces(header.size, sizes.tolist()).read(reader, path, addresses, checksums)
+        addresses = np.empty(len(layout.offsets), np.int64)
+        addresses[0], addresses[1:] = address(raw), address(arrays.data) + layout.offsets[:-1]
+        checksums = np.zeros(16 * len(addresses), np.uint8)
+        layout.pieces.read(reader, path, addresses, checksums)
         got = checksums[16:].tobytes()
     else:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
