@@ -37,7 +37,7 @@ def turn_of(team: Team, agent: str, kind: str, text: str) -> float:
 def main() -> None:
     args = common.arguments(__doc__ or "", full=True)
     sizes = [1024, 4096] if args.quick else [1024, 2048, 4096, *([8192 - 512] if args.full else [])]
-    repeats = 2 if args.quick else 5
+    repeats = 5  # some turns seal a group of tokens, which takes a while: fewer would be at the mercy of that
     loaded = load_embedded()
     reader = Reader(loaded)
     results: dict[int, dict[str, list[float]]] = {n: {"cold": [], "warm": [], "hot": []} for n in sizes}

@@ -258,7 +258,11 @@ class Step:
         table, count = self.tables[row], self.counts[row]
         total = table.tokens + count
         # A table that was cut back to a sealed group has more sealed than its length asks for.
-        before, after = table.sealed, max(table.sealed, self.scheme.sealed(total))
+        after = max(table.sealed, self.scheme.sealed(total))
+        if self.native is not None and after <= table.tokens:
+            while table.sealed < after:  # all of it is in pages, as in a decode step
+                self._seal_page(table)
+        before = table.sealed
         sealing = (after - before) // GROUP
         groups: dict[int, dict[str, mx.array]] = {}
         rest: dict[int, list[Any]] = {}
