@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -73,7 +74,8 @@ class Cell:
 
     Attributes:
         mailbox: the messages that wait, the one being handled first.
-        state: ``idle``, ``running``, ``retrying`` (waits before it tries a message again) or ``stopped``.
+        state: ``idle``, ``running``, ``retrying`` (waits before it tries a message again), ``held`` (earlier
+            messages are being read) or ``stopped``.
         stopped: why the actor was stopped, or empty.
     """
 
@@ -108,6 +110,19 @@ class Cell:
         if self.state == "idle":
             self.state = "running"
             self.port.stage.started(self)
+
+    def hold(self) -> None:
+        """Begin nothing until ``release``: messages that came earlier are being read from the journal."""
+        self.state = "held"
+
+    def release(self, rows: Iterable[Inbound]) -> None:
+        """Go on, with what the journal had and what has come meanwhile, in the journal's order."""
+        came, self.mailbox = self.mailbox, deque()
+        both = {message.seq: message for message in (*rows, *came)}
+        self._seqs.clear()
+        self.state = "idle"
+        for seq in sorted(both):
+            self.put(both[seq])
 
     def wait_for(self, message_id: str, delivery: Delivery) -> bool:
         """Let one more asker wait for a message; False if it is not here."""

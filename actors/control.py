@@ -14,7 +14,7 @@ class ActorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One actor.
 
     Attributes:
-        state: ``passive`` (on disk only), ``idle``, ``running``, ``retrying`` or ``stopped``.
+        state: ``passive`` (on disk only), ``idle``, ``running``, ``retrying``, ``held`` or ``stopped``.
         mailbox: messages that wait, the one being handled included.
         turns: committed turns.
         tokens: length of the transcript; 0 for actors without a memory.

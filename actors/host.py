@@ -219,6 +219,7 @@ class Host(Outside):
                 for topic in spec.topics:
                     await self._listener.ensure(topic)
                 self._births[spec.kind] = _birth(spec, {}) if not spec.schema.required else None
+                self.stage.hold(spec.kind)  # topics and timers may bring something while that is read
                 self._kinds[spec.kind] = spec
                 try:
                     # What was accepted earlier goes first.
@@ -238,11 +239,12 @@ class Host(Outside):
     async def _recover(self, spec: ActorSpec) -> None:
         """Put what an earlier run had accepted back into the mailboxes."""
         with self.quiet.held():
-            for actor in await self.journal.do(
-                "pending", lambda db: statements.pending_actors(db, spec.kind)
-            ):
-                rows = await self.journal.do("mailbox", partial(statements.mailbox, actor=actor))
-                self.deliver(rows)
+            try:
+                rows = await self.journal.do("mailboxes", lambda db: statements.mailboxes(db, spec.kind))
+            except BaseException:
+                self.stage.withdraw(spec.kind)
+                raise
+            self.stage.release(spec, rows)
 
     async def _serve(self) -> None:
         async for delivery in self.bus.deliveries():
@@ -325,8 +327,20 @@ class Host(Outside):
         if cell is not None and not cell.stopped:
             return
         self.stage.drop(actor)
+        fresh = self.stage.cell(spec, actor)
+        fresh.hold()  # what comes while its messages are read does not go first
         with self.quiet.held():
-            self.deliver(await self.journal.do("mailbox", lambda db: statements.mailbox(db, actor)))
+            try:
+                rows = await self.journal.do("mailbox", lambda db: statements.mailbox(db, actor))
+            except BaseException as exc:
+                reason = cell.stopped if cell is not None else f"its messages could not be read: {exc}"
+                fresh.stopped, fresh.state = reason, "stopped"
+                with anyio.CancelScope(shield=True):
+                    await fresh.dismiss(ActorStopped(f"{actor} was stopped: {reason}", actor=actor))
+                raise
+            fresh.release(rows)
+            if fresh.asleep:
+                self.stage.drop(actor)
 
     async def actors(self, *, after: str = "", prefix: str = "", limit: int = 1000) -> ActorPage:
         """A page of the actors, in order of their ids; see :class:`ActorPage`."""

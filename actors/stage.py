@@ -1,7 +1,8 @@
 """The stage: which actors are in memory.
 
 Owns the cells. There is one per actor, however many messages come at once; a cell whose actor has nothing to
-do rests, and leaves memory when it has rested for long or too many rest.
+do rests, and leaves memory when it has rested for long or too many rest. While the messages that an earlier
+process left for a kind are being read, its cells are held, so that what comes meanwhile does not go first.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import anyio.abc
 from .actor import ActorSpec
 from .cell import Cell, CellPort
 from .quiet import Quiet
+from .records import Inbound
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 
 class Stage:
@@ -37,6 +39,7 @@ class Stage:
         self._rest = rest
         self._cells: dict[str, Cell] = {}
         self._resting: OrderedDict[str, Cell] = OrderedDict()
+        self._held: set[str] = set()
         self._tasks: anyio.abc.TaskGroup | None = None
 
     def __iter__(self) -> Iterator[Cell]:
@@ -59,7 +62,32 @@ class Stage:
         cell = self._cells.get(actor)
         if cell is None:
             cell = self._cells[actor] = Cell(self._port, spec, actor)
+            if spec.kind in self._held:
+                cell.hold()
         return cell
+
+    def hold(self, kind: str) -> None:
+        """Begin nothing for the actors of a kind until ``release``."""
+        self._held.add(kind)
+
+    def release(self, spec: ActorSpec, rows: Iterable[Inbound]) -> None:
+        """Let a kind's actors begin, each with the ``rows`` that the journal has for it."""
+        waiting: dict[str, list[Inbound]] = {}
+        for row in rows:
+            waiting.setdefault(row.actor, []).append(row)
+        cells = [self.cell(spec, actor) for actor in waiting]
+        self._held.discard(spec.kind)
+        cells += [cell for cell in self if cell.spec is spec and cell.id not in waiting]
+        for cell in cells:
+            if cell.state == "held":
+                cell.release(waiting.get(cell.id, ()))
+
+    def withdraw(self, kind: str) -> None:
+        """The rows could not be read: what came meanwhile waits in the journal with the others."""
+        self._held.discard(kind)
+        for cell in self:
+            if cell.spec.kind == kind and cell.state == "held":
+                self.drop(cell.id)
 
     def drop(self, actor: str) -> None:
         """Forget a stopped actor's cell, so that the next message makes a new one."""

@@ -155,12 +155,11 @@ def bury(db: DB, message: Inbound, reason: str, now: float) -> None:
     )
 
 
-def pending_actors(db: DB, kind: str) -> list[str]:
-    """Actors of a kind with messages in the inbox; costs as much as there are such messages."""
-    rows = db.execute(
-        "SELECT DISTINCT actor FROM inbox WHERE substr(actor, 1, ?)=?", (len(kind) + 1, f"{kind}/")
-    )
-    return [actor for (actor,) in rows]
+def mailboxes(db: DB, kind: str) -> list[Inbound]:
+    """What waits for the actors of a kind; costs as much as there are messages in the inbox."""
+    where = "WHERE substr(actor, 1, ?)=? ORDER BY seq"
+    rows = db.execute(f"SELECT {INBOX} FROM inbox {where}", (len(kind) + 1, f"{kind}/"))
+    return [inbound(row) for row in rows]
 
 
 def mailbox(db: DB, actor: str) -> list[Inbound]:

@@ -123,6 +123,11 @@ class Link:
             self._end = reason
             self._socket.wake()
 
+    def _told(self, reason: OffbookError) -> None:
+        """The broker said why: also when the connection's end was heard of before that was read."""
+        self._end = None
+        self.end(reason)
+
     async def _own_socket(self) -> None:
         while True:
             handled = 0
@@ -189,7 +194,7 @@ class Link:
         if kind is Kind.PONG:
             return
         if kind is Kind.BYE:
-            self.end(from_wire(body))
+            self._told(from_wire(body))
         elif kind is Kind.WELCOME:
             if self.welcome is None:
                 self.welcome = control.unpack_welcome(body)
@@ -197,6 +202,6 @@ class Link:
                 self._up(self)
         elif self.welcome is None:
             if kind is Kind.FAIL and envelope.correlation == self._hello_id:
-                self.end(from_wire(body))
+                self._told(from_wire(body))
         else:
             self._receive(self, envelope, body)

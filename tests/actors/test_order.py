@@ -1,0 +1,135 @@
+"""What comes while earlier messages are read from the journal does not go before them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from offbook.actors import Actor, Message, Supervision, on
+from offbook.actors.host import Host
+from offbook.actors.journal import JournalFailed
+from offbook.actors.testing import stored_state, team
+
+NEWS = "news"
+
+
+class News(Message):
+    number: int
+
+
+class Fall(Message):
+    pass
+
+
+class Reader(Actor):
+    topics = (NEWS,)
+    supervision = Supervision(max_tries=1, intensity=0)
+    news: list[int] = []
+
+    @on
+    async def read(self, msg: News) -> None:
+        self.news.append(msg.number)
+
+    @on
+    async def fall(self, msg: Fall) -> None:
+        raise RuntimeError("it falls")
+
+
+async def waiting(host: Host) -> int:
+    return await host.journal.do(
+        "test", lambda db: int(db.execute("SELECT COUNT(*) FROM inbox").fetchone()[0])
+    )
+
+
+async def publish(host: Host, number: int) -> None:
+    """Publish, and wait until it is in the mailbox of the only subscriber."""
+    before = await waiting(host)
+    await host.bus.publish(NEWS, News(number))
+    with anyio.fail_after(10):
+        while await waiting(host) == before:
+            await anyio.sleep(0.005)
+
+
+def beside(host: Host, name: str, when: str, act: Callable[[], Awaitable[None]]) -> None:
+    """Do something while the journal's next work of this name is on its way."""
+    do = host.journal.do
+
+    async def doing(what: str, work: Callable[[Any], Any], **how: Any) -> Any:
+        if what != name:
+            return await do(what, work, **how)
+        host.journal.do = do  # type: ignore[method-assign]
+        if when == "before":
+            await act()
+        result = await do(what, work, **how)
+        if when == "after":
+            await act()
+        if when == "failing":
+            await act()
+            raise JournalFailed("the disk is gone")
+        return result
+
+    host.journal.do = doing  # type: ignore[method-assign, assignment]
+
+
+async def leave_one(folder: Path) -> None:
+    """A reader that has an event in its mailbox, which nobody has handled."""
+    async with team(folder, engine=False) as (host, _):
+        await host.spawn(Reader, "r")
+    async with team(folder, engine=False) as (host, _):
+        await publish(host, 0)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_an_event_that_comes_while_a_class_is_registered(tmp_path: Path, when: str) -> None:
+    await leave_one(tmp_path)
+    async with team(tmp_path, engine=False) as (host, _):
+        beside(host, "mailboxes", when, lambda: publish(host, 1))
+        await host.register(Reader)
+        await publish(host, 2)
+        await host.idle()
+        assert (await stored_state(host, "reader/r"))["news"] == [0, 1, 2]
+        assert await host.dead_letters() == []
+
+
+async def test_a_registration_that_fails_leaves_all_for_the_next(tmp_path: Path) -> None:
+    await leave_one(tmp_path)
+    async with team(tmp_path, engine=False) as (host, _):
+        beside(host, "mailboxes", "failing", lambda: publish(host, 1))
+        with pytest.raises(JournalFailed, match="the disk is gone"):
+            await host.register(Reader)
+        await publish(host, 2)
+        await host.register(Reader)
+        await host.idle()
+        assert (await stored_state(host, "reader/r"))["news"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_an_event_that_comes_while_an_actor_is_started_again(tmp_path: Path, when: str) -> None:
+    async with team(tmp_path, engine=False) as (host, _):
+        await host.spawn(Reader, "r")
+        await host.tell("reader/r", Fall())
+        await host.idle()
+        await publish(host, 0)  # it is stopped: this waits in the journal
+        beside(host, "mailbox", when, lambda: publish(host, 1))
+        await host.restart("reader/r")
+        await host.idle()
+        assert (await stored_state(host, "reader/r"))["news"] == [0, 1]
+
+
+async def test_an_actor_whose_messages_cannot_be_read_stays_stopped(tmp_path: Path) -> None:
+    async with team(tmp_path, engine=False) as (host, _):
+        await host.spawn(Reader, "r")
+        await host.tell("reader/r", Fall())
+        await host.idle()
+        await publish(host, 0)
+        beside(host, "mailbox", "failing", lambda: publish(host, 1))
+        with pytest.raises(JournalFailed, match="the disk is gone"):
+            await host.restart("reader/r")
+        assert (await host.actors(prefix="reader/")).actors[0].state == "stopped"
+        await host.restart("reader/r")
+        await host.idle()
+        assert (await stored_state(host, "reader/r"))["news"] == [0, 1]
