@@ -254,13 +254,34 @@ class Step:
                         rows = slice(quarter * GROUP, (quarter + 1) * GROUP)
                         self.arrays.write(target, (slot, slice(None), rows), tensor[:, g])
 
+    def _append(self, table: AgentTable, sources: Any, count: int, after: int) -> None:
+        """Put ``count`` new tokens into pages, and seal what is before ``after``."""
+        start, stop = table.tokens, table.tokens + count
+        while table.tokens < stop:
+            # The oldest page goes before a new one is taken: the tail is never longer than at rest.
+            while table.sealed < after and table.tokens - table.sealed >= GROUP:
+                self._seal_page(table)
+            held = table.tokens - table.sealed
+            if held == len(table.pages) * GROUP:
+                table.pages.append(self.pool.pages.take())
+            page, offset = table.page_of(table.tokens)
+            some = min(stop - table.tokens, GROUP - offset)
+            self.native.appending.append(sources, table.tokens - start, some, page, offset)
+            table.tokens += some
+        while table.sealed < after:
+            self._seal_page(table)
+
     def _commit_prefill(self, row: int, pending: Sequence[BatchQuantizedKVCache]) -> None:
         table, count = self.tables[row], self.counts[row]
         total = table.tokens + count
         # A table that was cut back to a sealed group has more sealed than its length asks for.
         after = max(table.sealed, self.scheme.sealed(total))
-        if self.native is not None and after <= table.tokens:
-            while table.sealed < after:  # all of it is in pages, as in a decode step
+        if self.native is not None:
+            bits = [x[row] for cache in pending for x in cache.pending or ()]
+            if bits and isinstance(bits[0], np.ndarray):  # the forward was the kernel's
+                self._append(table, self.native.appending.sources(bits), count, after)
+                return
+            while table.sealed < after <= table.tokens:  # all of it is in pages, as in a decode step
                 self._seal_page(table)
         before = table.sealed
         sealing = (after - before) // GROUP
@@ -275,8 +296,6 @@ class Step:
             tail = []
             for name, bits in zip(("tail.k", "tail.v"), cache.pending or (), strict=False):
                 new = bits[row][:, :count]
-                if sealing and isinstance(new, np.ndarray):
-                    new = mx.array(new)
                 if held:
                     old = self.arrays.take(arrays[name], mx.array(table.pages))
                     old = old.swapaxes(0, 1).reshape(new.shape[0], -1, new.shape[-1])[:, :held]
@@ -288,7 +307,7 @@ class Step:
                     [t[:, : sealing * GROUP].reshape(t.shape[0], sealing, GROUP, t.shape[-1]) for t in tail],
                 )
             rest[index] = [t[:, sealing * GROUP :] for t in tail]
-        mx.eval(groups, [t for tails in rest.values() for t in tails if isinstance(t, mx.array)])
+        mx.eval(groups, list(rest.values()))
         if sealing:
             for position in range(before, after, GROUP):
                 self._open_block(table, position)

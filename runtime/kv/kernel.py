@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import native
+from .appending import Appending
 from .arrays import PoolArrays
 from .cache import BatchQuantizedKVCache, Step
 from .scheme import BLOCK, GROUP
@@ -39,6 +40,7 @@ class NativeAttention:
 
     def __init__(self, arrays: PoolArrays) -> None:
         self.arrays = arrays
+        self.appending = Appending(arrays)
         self._handles: dict[tuple[int, int], native.LayerHandle] = {}
 
     def handle(self, layer: LayerSpec, query_heads: int) -> native.LayerHandle:
@@ -134,6 +136,8 @@ class NativeAttention:
         keys: native.F32,
         values: native.F32,
         out: native.F32,
+        *,
+        last_of: int | None = None,
     ) -> None:
         """A layer of a step whose arrays are in the host's memory, all rows' tokens one after the other.
 
@@ -141,6 +145,8 @@ class NativeAttention:
             spans: each row's tokens. A decode step's have one each, and their KV is written; otherwise it
                 is left with the cache until the step is committed.
             queries, out: float32 [tokens, query heads, width]. keys, values: [tokens, heads, width].
+            last_of: of so many rows, the last token alone attends, and of the others none: ``out`` is [rows,
+                query heads, width] then.
         """
         layer, step = cache.layer, cache.step
         handle = self.handle(layer, queries.shape[1])
@@ -148,18 +154,14 @@ class NativeAttention:
             handle.decode(self._tables(step, layer, 1), queries, keys, values, out, scale=scale)
             return
         tables = self._tables(step, layer, 0)
-        for row, span in enumerate(spans):
-            handle.prefill(
-                tables,
-                row,
-                queries[span],
-                keys[span],
-                values[span],
-                out[span],
-                window=layer.window,
-                scale=scale,
+        for row, span in enumerate(spans if last_of is None else spans[:last_of]):
+            asked, to = (
+                (span, span) if last_of is None else (slice(span.stop - 1, span.stop), slice(row, row + 1))
             )
-        kept = ((x.view(np.uint32) >> 16).astype(np.uint16) for x in (keys, values))
+            mine = queries[asked], keys[span], values[span], out[to]
+            handle.prefill(tables, row, *mine, window=layer.window, scale=scale)
+        # Rounded already, so the upper half of each float is its bfloat16.
+        kept = (x.view(np.uint16)[..., 1::2].copy() for x in (keys, values))
         cache.pending = tuple([bits[span].swapaxes(0, 1) for span in spans] for bits in kept)
 
     def seal(self, table: AgentTable, page: int) -> None:

@@ -296,7 +296,7 @@ API int offbook_dequantise(const struct layer *l, const struct step *s, int64_t 
 
 /* ---- what the library is and may use */
 
-API int offbook_abi(void) { return 8; }
+API int offbook_abi(void) { return 9; }
 
 API void offbook_threads(int threads) {
     pool_resize(threads);

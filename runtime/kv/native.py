@@ -350,30 +350,34 @@ class LayerHandle:
 
         Args:
             tables, row: the row's ``length`` is its history, without the new tokens.
-            queries: float32 [tokens, query heads, key width].
+            queries: float32 [asked, query heads, key width], of the last tokens; those before only have keys
+                and values.
             keys, values: float32 [tokens, heads, width]; ``values`` None for a latent layer.
             window: each token sees this many positions, itself included; None for all.
-            out: [tokens, query heads, value width]; made if None.
+            out: [asked, query heads, value width]; made if None.
         """
         self._fits(tables)
         self._has_row(tables, row)
-        tokens = len(queries)
+        tokens, asked = len(keys), len(queries)
+        if asked > tokens:
+            raise ValueError(f"queries of {asked} tokens, keys of {tokens}: each query's token has a key")
         if out is None:
-            out = np.empty((tokens, self.query_heads, self.value_width), np.float32)
+            out = np.empty((asked, self.query_heads, self.value_width), np.float32)
         if window is not None and window < 1:
             raise ValueError(f"a window of {window} tokens: use 1 or more")
         if scale is not None and scale != self.scale:
             self._rescale(scale)
-        if tokens and self._library.offbook_prefill(
+        if asked and self._library.offbook_prefill(
             self._address,
             tables.address,
             row,
             tokens,
+            asked,
             window or 0,
-            *self._rows("queries", queries, tokens, self.query_heads, self.key_width),
+            *self._rows("queries", queries, asked, self.query_heads, self.key_width),
             *self._rows("keys", keys, tokens, self.heads, self.key_width),
             *self._values(values, tokens),
-            *self._rows("out", out, tokens, self.query_heads, self.value_width),
+            *self._rows("out", out, asked, self.query_heads, self.value_width),
             None if sinks is None else self._sinks(sinks),
         ):
             raise MemoryError("the attention kernel could not get working memory")

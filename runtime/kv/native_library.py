@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-_ABI = 8
+_ABI = 9
 
 
 class NativeUnavailable(RuntimeError):
@@ -43,7 +43,7 @@ def _load() -> ctypes.CDLL:
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "offbook_decode": (ctypes.c_int, [pointer, pointer, *rows * 4, pointer]),
         "offbook_share": (integer, [pointer]),
-        "offbook_prefill": (ctypes.c_int, [pointer, pointer, integer, integer, integer, *rows * 4, pointer]),
+        "offbook_prefill": (ctypes.c_int, [pointer, pointer, *[integer] * 4, *rows * 4, pointer]),
         "offbook_seal": (ctypes.c_int, [pointer, integer, pointer, pointer, pointer]),
         "offbook_dequantise": (
             ctypes.c_int,

@@ -9,7 +9,7 @@ enum { PART_BLOCKS = 2, PARTS = 16, SUMS_BYTES = 8 << 20 };
 struct prefill {
     const struct layer *l;
     const struct step *s;
-    int64_t row, tokens, window;
+    int64_t row, tokens, asked, window;  /* new tokens, and how many of them, the last ones, attend */
     struct rows q, k, v, out;
     const float *sinks;
     uint16_t *new_k, *new_v;           /* [pages, heads, 64, width] from page `whole` of the tail on */
@@ -81,9 +81,9 @@ static int64_t part_floats(const struct layer *l, int64_t m) { return m * (padde
 static void prefill_task(void *job, int64_t index, int worker) {
     const struct prefill *d = job;
     const struct layer *l = d->l;
-    const int64_t history = d->s->length[d->row];
+    const int64_t history = d->s->length[d->row] + d->tokens - d->asked; /* of the first that attends */
     int64_t part = index % d->split, head = index / d->split % l->heads, tile = d->tiles - 1 - index / d->split / l->heads;
-    int64_t query = tile * d->step, queries = least(d->step, d->tokens - query), m = queries * l->rep;
+    int64_t query = tile * d->step, queries = least(d->step, d->asked - query), m = queries * l->rep;
 
     struct work w;
     float *all = (float *)lay_out(l, m, FEW + 1, private[worker].data, &w); /* how many rows there are must not show */
@@ -119,11 +119,11 @@ static void prefill_task(void *job, int64_t index, int worker) {
     isa->join(l, sums, 1, m, d->sinks ? d->sinks + head * l->rep : NULL, l->rep, out);
 }
 
-API int offbook_prefill(const struct layer *l, const struct step *s, int64_t row, int64_t tokens, int64_t window,
-                        const float *q, int64_t q_token, int64_t q_head, const float *k, int64_t k_token, int64_t k_head,
+API int offbook_prefill(const struct layer *l, const struct step *s, int64_t row, int64_t tokens, int64_t asked,
+                        int64_t window, const float *q, int64_t q_token, int64_t q_head, const float *k, int64_t k_token, int64_t k_head,
                         const float *v, int64_t v_token, int64_t v_head, float *out, int64_t out_token, int64_t out_head,
                         const float *sinks) {
-    struct prefill d = {.l = l, .s = s, .row = row, .tokens = tokens, .window = window, .sinks = sinks};
+    struct prefill d = {.l = l, .s = s, .row = row, .tokens = tokens, .asked = asked, .window = window, .sinks = sinks};
     d.q = (struct rows){(float *)q, q_token, q_head};
     d.k = (struct rows){(float *)k, k_token, k_head};
     d.v = (struct rows){(float *)v, v_token, v_head};
@@ -132,8 +132,8 @@ API int offbook_prefill(const struct layer *l, const struct step *s, int64_t row
     d.whole = (history - sealed) / GROUP;
     d.part = most(PART_BLOCKS, over(in_blocks, PARTS));
     d.parts = over(in_blocks, d.part) + 1;
-    d.step = least(most(1, least(GROUP, TILE_ROWS / l->rep)), tokens);
-    d.tiles = over(tokens, d.step);
+    d.step = least(most(1, least(GROUP, TILE_ROWS / l->rep)), asked);
+    d.tiles = over(asked, d.step);
     struct work w;
     pthread_mutex_lock(&pool.gate);
     size_t items = (size_t)(d.tiles * l->heads), rows = (size_t)(d.step * l->rep), part = (size_t)part_floats(l, d.step * l->rep);
@@ -153,7 +153,7 @@ API int offbook_prefill(const struct layer *l, const struct step *s, int64_t row
         for (size_t i = 0; i < items; i++) atomic_init(&d.left[i], (int32_t)d.parts);
         add_pages(&d, l->heads, l->dk, l->tail_k, d.k, d.new_k);
         if (!l->latent) add_pages(&d, l->heads, l->dv, l->tail_v, d.v, d.new_v);
-        pool_run(prefill_task, &d, (uint32_t)(items * (size_t)d.split), small(l, (history + tokens) * tokens * l->rep));
+        pool_run(prefill_task, &d, (uint32_t)(items * (size_t)d.split), small(l, (history + tokens) * asked * l->rep));
     }
     pthread_mutex_unlock(&pool.gate);
     return failed ? -1 : 0;

@@ -33,7 +33,7 @@ from .few_rows import F32, LIMITS, LinearStruct, Weights, address, shape_of
 from .gated import ACTIVATIONS, NAMES
 from .rotary import Angles, Rotary
 
-Attend = Callable[[int, float, F32, F32, F32, F32], None]
+Attend = Callable[[int, float, F32, F32, F32, F32, bool], None]
 """(layer, scale, queries [tokens, heads, width], keys and values [tokens, kv heads, width], out)."""
 
 TOLERANCE = 1e-4
@@ -235,14 +235,18 @@ class Decoder:
         attend: Attend,
         *,
         rounded: bool,
+        wanted: NDArray[np.int64] | None = None,
         unless: Callable[[], bool] | None = None,
     ) -> F32:
-        """What leaves the last layer, [tokens, hidden], before the last norm.
+        """What leaves the last layer, [wanted, hidden], before the last norm.
 
         Args:
             tokens, positions: of all rows, one after the other.
-            attend: one layer's attention, which fills its last argument.
+            attend: one layer's attention: fills its last array, [tokens or wanted, heads, width]; the wanted
+                tokens only where it is told so.
             rounded: keys and values as bfloat16 would keep them.
+            wanted: places of the tokens that are asked for, in order; None: all. Of the others the last layer
+                gives keys and values alone.
             unless: asked before every layer; see ``forward``.
         """
         count = len(tokens)
@@ -258,7 +262,9 @@ class Decoder:
             cosines, sines = layer.angles.at(layer.rope, positions)
             # Fresh memory for every layer: keys and values are kept until the step is committed.
             projected = np.empty(count * size, np.float32)
-            attended = np.empty((count, heads, width), np.float32)
+            few = wanted is not None and layer is self._layers[-1]
+            attending = count if wanted is None or not few else len(wanted)
+            attended = np.empty((attending, heads, width), np.float32)
             if self._in(
                 layer.address, count, at_x, address(cosines), address(sines), rounded, address(projected)
             ):
@@ -271,8 +277,12 @@ class Decoder:
                 projected[ends[0] : ends[1]].reshape(count, kv_heads, width),
                 projected[ends[1] :].reshape(count, kv_heads, width),
                 attended,
+                few,
             )
-            if self._out(layer.address, count, address(attended), at_x):
+            if few:
+                x = x[wanted]
+                count, at_x = len(x), address(x)
+            if count and self._out(layer.address, count, address(attended), at_x):
                 raise MemoryError("the layer kernel could not get working memory")
         return x
 
@@ -321,16 +331,23 @@ class Decoder:
             parts.append((step, slice(at, at + bounds[-1]), spans))
             at += bounds[-1]
 
-        def attend(index: int, scale: float, queries: F32, keys: F32, values: F32, out: F32) -> None:
+        def attend(
+            index: int, scale: float, queries: F32, keys: F32, values: F32, out: F32, few: bool
+        ) -> None:
+            row = 0
             for step, part, spans in parts:
-                mine = (queries[part], keys[part], values[part], out[part])
-                step.native.attend(step.caches[index], spans, scale, *mine)
+                to = slice(row, max(row, min(logits, row + len(spans)))) if few else part
+                mine = (queries[part], keys[part], values[part], out[to])
+                last_of = to.stop - to.start if few else None
+                step.native.attend(step.caches[index], spans, scale, *mine, last_of=last_of)
+                row += len(spans)
 
         tokens = np.concatenate([new for _, of in steps for new in of])
         # A decode step rounds as it writes; rounded before, the same comes out.
         rounded = any(not step.decoding for step, _ in steps)
-        hidden = self.hidden_states(tokens, positions, attend, rounded=rounded, unless=unless)
-        return mx.array(self.logits(hidden[ends[:logits] - 1]))
+        wanted = ends[:logits] - 1
+        hidden = self.hidden_states(tokens, positions, attend, rounded=rounded, wanted=wanted, unless=unless)
+        return mx.array(self.logits(hidden))
 
 
 def find(model: nn.Module, spec: ModelCacheSpec) -> Decoder | None:
@@ -393,7 +410,9 @@ def _agrees(decoder: Decoder, tokens: NDArray[Any], first: int, expected: F32) -
     )
 
 
-def _plain_attention(index: int, scale: float, queries: F32, keys: F32, values: F32, out: F32) -> None:
+def _plain_attention(
+    index: int, scale: float, queries: F32, keys: F32, values: F32, out: F32, few: bool
+) -> None:
     """Causal attention without a history."""
     count, heads, _ = queries.shape
     repeats = heads // keys.shape[1]

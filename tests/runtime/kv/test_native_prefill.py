@@ -124,6 +124,31 @@ def test_tokens_read_in_two_lots_have_the_bits_they_have_in_one(
         np.testing.assert_array_equal(np.concatenate(parts), whole, err_msg=f"{history} + {first} of {total}")
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("window", [None, 100])
+def test_the_last_tokens_alone_attend_with_the_bits_they_have_among_all(
+    shape: Shape, window: int | None, every_set: str
+) -> None:
+    for history, tokens in ((0, 5), (70, 128), (650, 9)):
+        rows, slots, pages = lay_out([history], [max(0, history - window + 1) if window else 0])
+        pool, rng = Pool(shape, slots, pages), np.random.default_rng(9)
+        q = rng.standard_normal((tokens, shape.heads * shape.rep, shape.dk), np.float32)
+        k = rng.standard_normal((tokens, shape.heads, shape.dk), np.float32)
+        v = None if shape.latent else rng.standard_normal((tokens, shape.heads, shape.dv), np.float32)
+        whole = pool.layer.prefill(rows.tables(), 0, q, k, v, window=window)
+        for asked in (1, 4, 0):
+            some = q[tokens - asked :]
+            got = pool.layer.prefill(rows.tables(), 0, some, k, v, window=window)
+            np.testing.assert_array_equal(got, whole[tokens - asked :], err_msg=f"{asked} of {tokens}")
+
+
+def test_queries_without_keys_are_refused() -> None:
+    rows, slots, pages = lay_out([70])
+    q, k, v = (np.zeros((count, heads, 64), np.float32) for count, heads in ((3, 6), (2, 2), (2, 2)))
+    with pytest.raises(ValueError, match="queries of 3 tokens, keys of 2"):
+        Pool(Shape(), slots, pages).layer.prefill(rows.tables(), 0, q, k, v)
+
+
 # ---- sealing and dequantising
 
 

@@ -183,6 +183,29 @@ def test_what_is_read_beside_a_decode_step_has_the_bits_of_steps_apart(name: str
             assert np.array_equal(np.array(got[1]), np.array(read)), step
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_what_nobody_asked_for_of_the_last_layer_changes_no_bit(name: str, monkeypatch: Any) -> None:
+    """The last layer is computed for the tokens whose logits are wanted alone."""
+    pair = Pair(MODELS[name]())
+    asked = []
+
+    def counted(*given: Any, wanted: Any, **more: Any) -> Any:
+        asked.append((len(given[0]), len(wanted)))
+        return few(*given, wanted=wanted, **more)
+
+    def whole(*given: Any, wanted: Any, **more: Any) -> Any:
+        return few(*given, **more)[wanted]
+
+    few = pair.decoder.hidden_states
+    monkeypatch.setattr(pair.decoder, "hidden_states", counted)
+    got = run(pair.ours, pair.tables(3), [0, 1, 2])
+    assert asked[:2] == [(50, 0), (50, 0)]  # pieces of a longer prompt
+    assert asked[-4:] == [(3 + 12 + 21, 3), (3, 3), (3, 3), (3, 3)]
+    monkeypatch.setattr(pair.decoder, "hidden_states", whole)
+    for mine, expected in zip(got, run(pair.ours, pair.tables(3), [0, 1, 2]), strict=True):
+        assert np.array_equal(mine, expected)
+
+
 def release(batch: Batch, table: AgentTable) -> None:
     for group, slots in enumerate(table.slots):
         for slot in slots:
