@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..store.reading import address
+from . import host_memory
 from .scheme import KVScheme
 from .spec import LayerSpec, ModelCacheSpec, TensorLayout, block_tensors, page_tensors
 
@@ -77,25 +78,28 @@ class PoolArrays:
             for layer in spec.attention_layers
         }
         self._group_layouts = [group.tensors(scheme) for group in spec.groups]
+        wanted: list[tuple[LayerArrays, TensorLayout, int]] = []
         for group, slots in zip(spec.groups, group_slots, strict=True):
             for layer in group.layers:
-                tensors = block_tensors(layer, self._of[layer.index])
-                self.blocks[layer.index] = self._allocate(tensors, slots)
-                self.pages[layer.index] = self._allocate(page_tensors(layer), pages)
+                blocks = self.blocks[layer.index] = {}
+                tails = self.pages[layer.index] = {}
+                wanted += [(blocks, layout, slots) for layout in block_tensors(layer, self._of[layer.index])]
+                wanted += [(tails, layout, pages) for layout in page_tensors(layer)]
+        self._allocate(wanted)
 
-    def _allocate(self, layouts: Sequence[TensorLayout], slots: int) -> LayerArrays:
-        arrays = {}
-        for layout in layouts:
-            # One slot at least: an empty pool still has well-formed arrays.
-            array = mx.zeros((max(1, slots), *layout.shape), MLX_DTYPE[layout.dtype])
-            mx.eval(array)
+    def _allocate(self, wanted: Sequence[tuple[LayerArrays, TensorLayout, int]]) -> None:
+        """Make arrays of so many slots each, and put them where they belong."""
+        # One slot at least: an empty pool still has well-formed arrays.
+        shapes = [((max(1, slots), *layout.shape), MLX_DTYPE[layout.dtype]) for _, layout, slots in wanted]
+        made = host_memory.zeros(shapes) if self.host else [mx.zeros(*one) for one in shapes]
+        mx.eval(made)
+        for (arrays, layout, _), array in zip(wanted, made, strict=True):
             arrays[layout.name.split(".", 2)[2]] = array
             if self.host:
                 view = np.array(array, copy=False)
                 assert view.flags.c_contiguous, layout
                 assert view.flags.writeable, layout
                 self._views[id(array)] = view
-        return arrays
 
     @property
     def nbytes(self) -> int:

@@ -68,6 +68,7 @@ def _load() -> ctypes.CDLL:
         "offbook_unpack": (ctypes.c_int, [pointer, integer, pointer, integer, pointer]),
         "offbook_read": (integer, [ctypes.c_char_p, integer, integer, *[pointer] * 4]),
         "offbook_copy": (None, [integer, pointer]),
+        "offbook_large_pages": (None, [pointer, integer]),
         "offbook_threads": (None, [ctypes.c_int]),
         "offbook_isa": (ctypes.c_char_p, [ctypes.c_char_p]),
     }

@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 
@@ -59,6 +60,17 @@ API int64_t offbook_read(const char *path, int64_t size, int64_t count, void *co
     for (int64_t i = 0; i < count && got > 0; i++)
         if (to[i] && sizes[i] >= HASH_LEAST) isa->hash(to[i], sizes[i], sums + 16 * i);
     return got;
+}
+
+/* Ask the system to keep zeros at `at` in large pages: it takes them back and gives others when they are touched. */
+API void offbook_large_pages(char *at, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), first = ((uintptr_t)at + page - 1) / page * page;
+    const uintptr_t last = ((uintptr_t)at + (uintptr_t)bytes) / page * page;
+    if (first < last && !madvise((void *)first, last - first, MADV_HUGEPAGE)) madvise((void *)first, last - first, MADV_DONTNEED);
+#else
+    (void)at, (void)bytes;
+#endif
 }
 
 struct copy { /* `rows` rows of `bytes` bytes, at these strides */
