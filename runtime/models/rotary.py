@@ -8,6 +8,7 @@ MLX's way.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any, cast
 
 import mlx.core as mx
@@ -21,11 +22,20 @@ from .few_rows import F32, few_rows
 _Known = tuple[Any, F32, F32]
 
 
+SPAN = 256
+"""Positions whose angles are got together."""
+
+SPANS = 64
+"""Spans that are kept, some 100 KB each."""
+
+
 class Angles:
-    """Cosines and sines of the last positions asked for, shared by layers that turn alike."""
+    """Cosines and sines of positions, shared by layers that turn alike."""
 
     def __init__(self) -> None:
         self._known: _Known | None = None
+        self._at: _Known | None = None
+        self._spans: OrderedDict[int, tuple[F32, F32]] = OrderedDict()
 
     def of(self, rope: Any, rows: int, length: int, offset: int | mx.array) -> tuple[F32, F32]:
         """Cosines and sines [rows or 1, 1, length, dims / 2] at ``offset`` and the positions behind it."""
@@ -33,10 +43,30 @@ class Angles:
         return self._turned(rope, (rows, length, at), 1 if isinstance(offset, int) else rows, length, offset)
 
     def at(self, rope: Any, positions: NDArray[np.int64]) -> tuple[F32, F32]:
-        """Cosines and sines [positions, dims / 2]."""
-        count = len(positions)
-        pair = self._turned(rope, positions.tobytes(), count, 1, mx.array(positions.astype(np.int32)))
-        return pair[0].reshape(count, -1), pair[1].reshape(count, -1)
+        """Cosines and sines [positions, dims / 2], from spans that are kept: getting them takes longer than a
+        layer of a decode step."""
+        key = positions.tobytes()
+        if self._at is None or self._at[0] != key:
+            count, half = len(positions), rope.dims // 2
+            cosines, sines = np.empty((count, half), np.float32), np.empty((count, half), np.float32)
+            spans = positions // SPAN
+            for span in dict.fromkeys(spans.tolist()):
+                kept = self._span(rope, span)
+                here = spans == span
+                cosines[here], sines[here] = (of[positions[here] - span * SPAN] for of in kept)
+            self._at = key, cosines, sines
+        return self._at[1], self._at[2]
+
+    def _span(self, rope: Any, span: int) -> tuple[F32, F32]:
+        kept = self._spans.get(span)
+        if kept is None:
+            positions = mx.arange(span * SPAN, (span + 1) * SPAN, dtype=mx.int32)
+            pair = self._turned(rope, ("span", span), SPAN, 1, positions)
+            kept = self._spans[span] = pair[0].reshape(SPAN, -1), pair[1].reshape(SPAN, -1)
+            if len(self._spans) > SPANS:
+                self._spans.popitem(last=False)
+        self._spans.move_to_end(span)
+        return kept
 
     def _turned(self, rope: Any, key: Any, rows: int, length: int, offset: int | mx.array) -> tuple[F32, F32]:
         known = self._known

@@ -49,6 +49,32 @@ def test_bits_are_mlxs(traditional: bool, dims: int, rows: int, length: int) -> 
             assert same(ours(x, offset=offset), plain(x, offset=offset))
 
 
+@pytest.mark.parametrize("traditional", [False, True])
+@pytest.mark.parametrize("dims", [64, 24, 10])
+def test_kept_angles_are_those_of_each_position_alone(
+    monkeypatch: pytest.MonkeyPatch, traditional: bool, dims: int
+) -> None:
+    monkeypatch.setattr(rotary, "SPANS", 3)  # so that some go and are got again
+    rng = np.random.default_rng(4)
+    for module in (
+        nn.RoPE(dims, traditional=traditional, base=5000.0, scale=0.5),
+        Llama3RoPE(dims, traditional=traditional, scaling_config=LLAMA3),
+    ):
+        ours, plain = both(module)
+        unit = np.zeros((1, 1, 1, dims), np.float32)
+        rotary.halves(ours, unit)[0][...] = 1
+        for positions in ([0], [255, 256, 257], [8000, 3, 3, 511], rng.integers(0, 9000, 40).tolist()):
+            for angles in (
+                ours._angles.at(ours, np.array(positions)),
+                ours._angles.at(ours, np.array(positions)),
+            ):
+                for row, position in enumerate(positions):
+                    turned = np.array(plain(mx.array(unit), offset=mx.array([position])))
+                    for got, expected in zip(angles, rotary.halves(ours, turned), strict=True):
+                        assert np.array_equal(got[row], expected.ravel()), position
+        assert len(ours._angles._spans) <= 3
+
+
 def test_layers_share_the_angles_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [nn.RoPE(64), nn.RoPE(64), nn.RoPE(64, base=77.0)]
     model, plain = both(nn.Sequential(*layers))
