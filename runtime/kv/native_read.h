@@ -7,7 +7,7 @@
 #include <sys/stat.h>
 #include <sys/uio.h>
 
-enum { READ_AT_ONCE = 512 };
+enum { READ_AT_ONCE = 512, READ_BYTES = 128 << 10 }; /* what was read is hashed while it is in the core's own cache */
 
 /* Fill `count` buffers from where the file stands. Returns bytes read, fewer if the file ends; -errno. */
 static int64_t read_run(int fd, struct iovec *to, int64_t count) {
@@ -24,13 +24,14 @@ static int64_t read_run(int fd, struct iovec *to, int64_t count) {
     return got;
 }
 
-static int64_t read_file(int fd, int64_t count, void *const *to, const int64_t *sizes) {
+static int64_t read_file(int fd, int64_t count, void *const *to, const int64_t *sizes, uint8_t *sums) {
     int64_t got = 0, at = 0;
     for (int64_t i = 0; i < count;) {
         struct iovec run[READ_AT_ONCE];
         int64_t n = 0, wanted = 0, start = at;
         for (; i < count && !to[i]; i++) at += sizes[i], start = at;
-        for (; i < count && to[i] && n < READ_AT_ONCE; i++, n++) {
+        const int64_t first = i;
+        for (; i < count && to[i] && n < READ_AT_ONCE && wanted < READ_BYTES; i++, n++) {
             run[n] = (struct iovec){to[i], (size_t)sizes[i]};
             at += sizes[i], wanted += sizes[i];
         }
@@ -40,6 +41,8 @@ static int64_t read_file(int fd, int64_t count, void *const *to, const int64_t *
         if (some < 0) return some;
         got += some;
         if (some < wanted) break;
+        for (int64_t p = first; p < i; p++)
+            if (sizes[p] >= HASH_LEAST) isa->hash(to[p], sizes[p], sums + 16 * p);
     }
     return got;
 }
@@ -55,10 +58,8 @@ API int64_t offbook_read(const char *path, int64_t size, int64_t count, void *co
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) return -errno;
     int64_t got = fstat(fd, &facts) ? -errno : 0;
-    if (!got && (*found = facts.st_size) == size) got = read_file(fd, count, to, sizes);
+    if (!got && (*found = facts.st_size) == size) got = read_file(fd, count, to, sizes, sums);
     close(fd);
-    for (int64_t i = 0; i < count && got > 0; i++)
-        if (to[i] && sizes[i] >= HASH_LEAST) isa->hash(to[i], sizes[i], sums + 16 * i);
     return got;
 }
 

@@ -47,7 +47,8 @@ def load_tail(state: State, key: bytes, agent: str, at: int | None, reader: Read
     tail = found[-1]
     path = state.paths.tail(key, tail.tokens, tail.serial)
     try:
-        loaded = read_tail(path, key, tail.tokens, tail.serial, tail.seal, state.known_tails, reader)
+        about = key, tail.tokens, tail.serial, tail.seal
+        loaded = read_tail(path, *about, state.known_tails, reader, state.tail_memory)
     except (CorruptFile, OSError) as error:
         label = f"tail of {agent!r} at {tail.tokens} tokens"
         return _bad(state, error, label, lambda what: state.bad_tail(key, tail, what))

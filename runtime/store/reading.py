@@ -6,6 +6,8 @@ Owns what a ``Reader`` is (the native kernel's, see ``runtime.kv.native_read``) 
 from __future__ import annotations
 
 import ctypes
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +99,36 @@ class FlatLayout:
         self.pieces = Pieces(header.size, sizes)
 
 
+class Reusable:
+    """Memory for files, used again when nothing refers to it any more. Thread-safe.
+
+    Fresh memory costs a fault for every page that is written first, together longer than reading the file.
+    """
+
+    KEPT = 2
+    """Pieces that are kept: as many files as are read at one time."""
+
+    ROUND = 1 << 20
+    """Pieces are multiples of this many bytes: files of one kind differ in size."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[Array] = []
+
+    def take(self, nbytes: int) -> Array:
+        """Uninitialised, uint8 [nbytes]; this and all views of it belong to the caller."""
+        with self._lock:
+            for piece in self._kept:
+                # Views refer to the array that owns the memory. The list, this name and the argument do, too.
+                if len(piece) >= nbytes and sys.getrefcount(piece) == 3:
+                    return piece[:nbytes]
+            self._kept = [
+                np.empty(-(-nbytes // self.ROUND) * self.ROUND, np.uint8),
+                *self._kept[: self.KEPT - 1],
+            ]
+            return self._kept[0][:nbytes]
+
+
 class FlatArrays(Mapping[str, Array]):
     """A file's tensors as they lie in it; views of them are made when asked for.
 
@@ -104,9 +136,9 @@ class FlatArrays(Mapping[str, Array]):
         data: uint8, all bytes.
     """
 
-    def __init__(self, layout: FlatLayout) -> None:
+    def __init__(self, layout: FlatLayout, memory: Reusable) -> None:
         self.layout = layout
-        self.data = np.empty(int(layout.offsets[-1]), np.uint8)
+        self.data = memory.take(int(layout.offsets[-1]))
 
     def __getitem__(self, name: str) -> Array:
         spec, at = self.layout.specs[name], self.layout.place[name]

@@ -18,6 +18,7 @@ from threading import RLock
 from .catalog import Catalog, CatalogDamaged
 from .disk import Disk, Paths, RootLock, disk_size, failure
 from .index import BlockEntry, Index, TailEntry
+from .reading import Reusable
 from .results import Failed, Full, ReadOnly, StoreLocked
 from .tails import KnownTails
 
@@ -58,6 +59,7 @@ class State:
         self.lock = RLock()
         self.index = Index()
         self.known_tails = KnownTails()
+        self.tail_memory = Reusable()
         self.counters: Counter[str] = Counter()
         self.lifetime: Counter[str] = Counter()
         self.reserved_bytes = 0

@@ -23,7 +23,7 @@ from . import container
 from .container import CorruptFile, Header
 from .hashing import HASH_BYTES, chain_at, ids_bytes
 from .layout import OPENING, Array, Tail, TensorSpec
-from .reading import FlatArrays, FlatLayout, Reader, address
+from .reading import FlatArrays, FlatLayout, Reader, Reusable, address
 from .results import StoreUsageError
 
 FORMAT = "offbook-tail-1"
@@ -186,9 +186,20 @@ class KnownTails:
 
 
 def read_tail(
-    path: str, key: bytes, tokens: int, serial: int, seal: bytes, known: KnownTails, reader: Reader | None
+    path: str,
+    key: bytes,
+    tokens: int,
+    serial: int,
+    seal: bytes,
+    known: KnownTails,
+    reader: Reader | None,
+    memory: Reusable,
 ) -> Tail:
-    """Read and verify a tail file. ``seal``: what the index remembers. Raises CorruptFile, OSError."""
+    """Read and verify a tail file into ``memory``. ``seal``: what the index remembers.
+
+    Raises:
+        CorruptFile, OSError.
+    """
     entry = known.get(seal)
     if entry is None:
         facts = inspect_tail(path, key, tokens, serial)
@@ -197,7 +208,7 @@ def read_tail(
         entry = known.add(facts)
     facts, layout = entry
     header = facts.header
-    raw, arrays = bytearray(header.size), FlatArrays(layout)
+    raw, arrays = bytearray(header.size), FlatArrays(layout, memory)
     if reader is not None:
         addresses = np.empty(len(layout.offsets), np.int64)
         addresses[0], addresses[1:] = address(raw), address(arrays.data) + layout.offsets[:-1]

@@ -13,11 +13,31 @@ import xxhash
 
 from offbook.runtime.kv import native, native_read
 from offbook.runtime.store import Corrupt, Loaded, Missing, StoreUsageError, TensorSpec
-from offbook.runtime.store.reading import HASHED_HERE, Places
+from offbook.runtime.store.reading import HASHED_HERE, Places, Reusable
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.unavailable_reason()))
 
-SIZES = (1, 16, 240, 241, 256, 320, 1023, 1024, 1025, 1088, 1089, 2048, 2049, 4099, 100_001)
+SIZES = (
+    1,
+    16,
+    240,
+    241,
+    256,
+    320,
+    1023,
+    1024,
+    1025,
+    1088,
+    1089,
+    2048,
+    2049,
+    4099,
+    100_001,
+    200_003,
+    77,
+    300_000,
+    512,
+)
 
 
 @pytest.mark.parametrize("instructions", ["plain", "avx2", "avx512"])
@@ -124,3 +144,23 @@ def test_places_are_for_stores_with_a_reader(kit: Any, open_store: Any) -> None:
     assert not plain.takes_places
     with pytest.raises(StoreUsageError, match="places"):
         kit.load(plain, name, at_once=True)
+
+
+def test_memory_is_used_again_when_no_view_of_it_is_left() -> None:
+    memory = Reusable()
+    first = memory.take(1000)
+    where = first.ctypes.data
+    view = first[100:200].view(np.uint32)
+    del first
+    second = memory.take(1000)  # a view of the first is still there
+    assert second.ctypes.data != where
+    third = memory.take(2000)  # and this has nothing to do with either
+    third[:], second[:], view[:] = 3, 2, 1
+    assert (third == 3).all()
+    assert (second == 2).all()
+    assert (view == 1).all()
+    del view, second, third
+    places = {memory.take(5000).ctypes.data for _ in range(5)}
+    assert len(places) == 1
+    large = memory.take(3 * Reusable.ROUND)
+    assert len(large) == 3 * Reusable.ROUND

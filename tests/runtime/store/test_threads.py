@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event
+from threading import Barrier, Event
 
 import numpy as np
 import pytest
@@ -128,3 +129,21 @@ def test_many_threads_saving_loading_and_forgetting_at_once(kit, open_store):
     assert "corrupt" not in store.stats().counters
     assert store.stats().pending_bytes == 0
     assert store.stats().queued_writes == store.stats().queued_loads == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores of a thread are Linux's")
+def test_loaders_do_not_wait_for_the_same_core():
+    cores = os.sched_getaffinity(0)
+    both, loader = Barrier(2), Loader(threads=2)
+
+    def where(_):
+        both.wait(10)
+        return os.sched_getaffinity(0)
+
+    try:
+        first, second = (future.result(10) for future in loader.submit([Load(where, 0), Load(where, 0)]))
+    finally:
+        loader.close()
+    assert first | second == cores
+    assert not first & second or len(cores) == 1
+    assert os.sched_getaffinity(0) == cores, "the others' cores are as they were"
