@@ -1,10 +1,10 @@
 """Time to first token: cold (prefill), warm (from disk) and hot (third turn of a chat).
 
-For every length and repeat: a fresh slice of text and a question (cold), a second short turn, then two more,
-one of them with nothing evicted (hot) and one after the agent was evicted, its slots' content forgotten and
-everything is to be read from its files (warm; the files are in the page cache). Which of the two comes first
-alternates from repeat to repeat, and both begin when what follows the turn before is done, as after a pause:
-its agent's opening read, its memory saved. Lengths are interleaved; medians. Ratios compare with the
+For every length and repeat: a fresh slice of text and a question (cold), a second short turn, then some
+pairs of two more, one of them with nothing evicted (hot) and one after the agent was evicted, its slots'
+content forgotten and everything is to be read from its files (warm; the files are in the page cache). Which
+of the two comes first alternates, and both begin when what follows the turn before is done, as after a
+pause: its agent's opening read, its memory saved. Lengths are interleaved; medians. Ratios compare with the
 reference table, absolute times do not.
 """
 
@@ -20,6 +20,9 @@ REFERENCE = {  # Gemma 3 12B on an M4 Pro, ms (arXiv 2603.04428)
     8192: (35009, 626, 807),
 }
 FOLLOW_UP = "Go on."
+
+PAIRS = 3
+"""Warm and hot turns for each cold one: every fourth or so seals a group of tokens, which takes a while."""
 
 
 def turn_of(team: Team, agent: str, kind: str, text: str) -> float:
@@ -37,7 +40,7 @@ def turn_of(team: Team, agent: str, kind: str, text: str) -> float:
 def main() -> None:
     args = common.arguments(__doc__ or "", full=True)
     sizes = [1024, 4096] if args.quick else [1024, 2048, 4096, *([8192 - 512] if args.full else [])]
-    repeats = 5  # some turns seal a group of tokens, which takes a while: fewer would be at the mercy of that
+    repeats = 5
     loaded = load_embedded()
     reader = Reader(loaded)
     results: dict[int, dict[str, list[float]]] = {n: {"cold": [], "warm": [], "hot": []} for n in sizes}
@@ -49,8 +52,9 @@ def main() -> None:
                 team.settle()
                 results[size]["cold"].append(turn_of(team, agent, "cold", reader.text(size - 40) + QUESTION))
                 team.say(agent, FOLLOW_UP, max_tokens=16)
-                for kind in ("hot", "warm") if repeat % 2 == 0 else ("warm", "hot"):
-                    results[size][kind].append(turn_of(team, agent, kind, FOLLOW_UP))
+                for pair in range(PAIRS):
+                    for kind in ("hot", "warm") if (repeat + pair) % 2 == 0 else ("warm", "hot"):
+                        results[size][kind].append(turn_of(team, agent, kind, FOLLOW_UP))
                 team.evict(agent)
     rows = []
     medians = {n: {kind: common.median(values) for kind, values in r.items()} for n, r in results.items()}
