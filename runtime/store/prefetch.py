@@ -10,6 +10,7 @@ import heapq
 import itertools
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -19,6 +20,10 @@ from typing import Any
 from .results import Failed
 
 log = logging.getLogger(__name__)
+
+NICE = 10
+"""Niceness of loaders over that of the process. A turn that waits for a load computes nothing: then they have
+the cores."""
 
 
 class Load:
@@ -95,7 +100,7 @@ class Loader:
             thread.join()
 
     def _run(self, number: int, of: int) -> None:
-        _keep_apart(number, of)
+        _settle_down(number, of)
         scratch: dict[str, Any] = {}
         while True:
             with self._wake:
@@ -119,14 +124,17 @@ class Loader:
             del load, result  # An idle thread must not keep the caller's arrays alive.
 
 
-def _keep_apart(number: int, of: int) -> None:
-    """Give this thread a share of the cores that other loaders do not have.
+def _settle_down(number: int, of: int) -> None:
+    """Give this loader a share of the cores that the others do not have, and put it behind who computes.
 
-    Woken together, they often wait for one core while another idles: Linux moves a thread that waits only
-    after some milliseconds, which is as long as reading an agent's blocks takes.
+    Woken together, loaders often wait for one core while another idles: Linux moves a thread that waits only
+    after some milliseconds, which is as long as reading an agent's blocks takes. Beside a decode step they
+    would take a core from one of its threads, and its other threads wait.
     """
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
+    if sys.platform != "linux":
+        return
+    cores, this = sorted(os.sched_getaffinity(0)), threading.get_native_id()
+    with suppress(OSError):
         if len(cores) >= of > 1:
-            with suppress(OSError):
-                os.sched_setaffinity(0, cores[number::of])
+            os.sched_setaffinity(this, cores[number::of])
+        os.setpriority(os.PRIO_PROCESS, this, min(19, os.getpriority(os.PRIO_PROCESS, this) + NICE))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier, Event
+from threading import Barrier, Event, get_native_id
 
 import numpy as np
 import pytest
 
 from offbook.runtime.store import Failed, Missing
-from offbook.runtime.store.prefetch import Load, Loader
+from offbook.runtime.store.prefetch import NICE, Load, Loader
 
 
 @pytest.fixture
@@ -131,19 +132,23 @@ def test_many_threads_saving_loading_and_forgetting_at_once(kit, open_store):
     assert store.stats().queued_writes == store.stats().queued_loads == 0
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores of a thread are Linux's")
-def test_loaders_do_not_wait_for_the_same_core():
-    cores = os.sched_getaffinity(0)
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread's cores and niceness are Linux's")
+def test_loaders_have_cores_of_their_own_and_stand_back():
+    def mine(_=None):
+        return os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, get_native_id())
+
+    cores, nice = mine()
     both, loader = Barrier(2), Loader(threads=2)
 
-    def where(_):
+    def work(_):
         both.wait(10)
-        return os.sched_getaffinity(0)
+        return mine()
 
     try:
-        first, second = (future.result(10) for future in loader.submit([Load(where, 0), Load(where, 0)]))
+        first, second = (future.result(10) for future in loader.submit([Load(work, 0), Load(work, 0)]))
     finally:
         loader.close()
-    assert first | second == cores
-    assert not first & second or len(cores) == 1
-    assert os.sched_getaffinity(0) == cores, "the others' cores are as they were"
+    assert first[0] | second[0] == cores
+    assert not first[0] & second[0] or len(cores) == 1
+    assert first[1] == second[1] == min(19, nice + NICE)
+    assert mine() == (cores, nice), "this thread is as it was"
