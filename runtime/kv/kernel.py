@@ -42,6 +42,7 @@ class NativeAttention:
         self.arrays = arrays
         self.appending = Appending(arrays)
         self._handles: dict[tuple[int, int], native.LayerHandle] = {}
+        self._any: dict[int, native.LayerHandle] = {}
 
     def handle(self, layer: LayerSpec, query_heads: int) -> native.LayerHandle:
         known = self._handles.get((layer.index, query_heads))
@@ -51,7 +52,7 @@ class NativeAttention:
                 for of in (self.arrays.blocks, self.arrays.pages)
                 for name, array in of[layer.index].items()
             }
-            known = self._handles[layer.index, query_heads] = native.LayerHandle(
+            known = self._any[layer.index] = self._handles[layer.index, query_heads] = native.LayerHandle(
                 query_heads=query_heads,
                 heads=layer.heads,
                 key_width=layer.key_width,
@@ -166,11 +167,11 @@ class NativeAttention:
 
     def seal(self, table: AgentTable, page: int) -> None:
         """Quantise a page of every layer into its place in the table's block."""
-        quarter = table.sealed % BLOCK // GROUP
+        handles, slots = [], []
         for index, group in enumerate(table.groups):
             slot = table.block_slot(index, table.sealed)
-            if slot < 0:
-                continue
-            for layer in group.layers:
-                handle = next(h for (at, _), h in self._handles.items() if at == layer.index)
-                handle.seal([page], [slot], [quarter])
+            if slot >= 0:
+                handles += [self._any[layer.index] for layer in group.layers]
+                slots += [slot] * len(group.layers)
+        quarter = table.sealed % BLOCK // GROUP
+        native.seal(handles, [page] * len(slots), slots, [quarter] * len(slots))

@@ -234,24 +234,31 @@ static int small(const struct layer *l, int64_t tokens_times_rows) {
 
 /* ---- sealing, and history as float32 */
 
-struct seal {
-    const struct layer *l;
+struct seal { /* item i is a page of layer i */
+    const struct layer *const *layers;
     const int32_t *pages, *slots, *groups;
+    int64_t heads;
 };
 
 static void seal_task(void *job, int64_t index, int worker) {
     const struct seal *d = job;
-    int64_t item = index / d->l->heads;
-    isa->seal(d->l, index % d->l->heads, d->pages[item], d->slots[item], d->groups[item], (float *)private[worker].data);
+    const int64_t item = index / d->heads, head = index % d->heads;
+    const struct layer *l = d->layers[item];
+    if (head < l->heads) isa->seal(l, head, d->pages[item], d->slots[item], d->groups[item], (float *)private[worker].data);
 }
 
 static size_t tile_bytes(const struct layer *l) { return (size_t)(most(padded(l->dk), padded(l->dv)) * GROUP) * 4; }
 
-API int offbook_seal(const struct layer *l, int64_t count, const int32_t *pages, const int32_t *slots, const int32_t *groups) {
-    struct seal d = {l, pages, slots, groups};
+API int offbook_seal(const struct layer *const *layers, int64_t count, const int32_t *pages, const int32_t *slots, const int32_t *groups) {
+    struct seal d = {layers, pages, slots, groups, 1};
+    size_t bytes = 0;
+    for (int64_t i = 0; i < count; i++) {
+        d.heads = most(d.heads, layers[i]->heads);
+        if (tile_bytes(layers[i]) > bytes) bytes = tile_bytes(layers[i]);
+    }
     pthread_mutex_lock(&pool.gate);
-    int failed = reserve_private(tile_bytes(l));
-    if (!failed) pool_run(seal_task, &d, (uint32_t)(count * l->heads), small(l, count * GROUP * 8));
+    int failed = reserve_private(bytes);
+    if (!failed && count) pool_run(seal_task, &d, (uint32_t)(count * d.heads), small(layers[0], count * GROUP * 8));
     pthread_mutex_unlock(&pool.gate);
     return failed ? -1 : 0;
 }
@@ -296,7 +303,7 @@ API int offbook_dequantise(const struct layer *l, const struct step *s, int64_t 
 
 /* ---- what the library is and may use */
 
-API int offbook_abi(void) { return 9; }
+API int offbook_abi(void) { return 10; }
 
 API void offbook_threads(int threads) {
     pool_resize(threads);

@@ -40,6 +40,7 @@ __all__ = [
     "available",
     "default_threads",
     "instruction_set",
+    "seal",
     "set_threads",
     "unavailable_reason",
 ]
@@ -211,7 +212,7 @@ class LayerHandle:
     """
 
     __slots__ = (
-        "_address", "_decode", "_library", "_struct", "_tensors", "heads", "key_bits", "key_width", "latent",
+        "_decode", "_library", "_struct", "_tensors", "address", "heads", "key_bits", "key_width", "latent",
         "pages", "query_heads", "scale", "slots", "value_bits", "value_group", "value_width",
     )  # fmt: skip
 
@@ -280,7 +281,7 @@ class LayerHandle:
             k, v, k_scales, k_biases, v_scales, v_biases, tail_k, tail_v,
             self.scale, softcap or 0.0,
         )  # fmt: skip
-        self._address = ctypes.addressof(self._struct)
+        self.address = ctypes.addressof(self._struct)
         self._decode = self._library.offbook_decode
 
     def decode(
@@ -318,7 +319,7 @@ class LayerHandle:
             self._rescale(scale)
         tables.share()
         if self._decode(
-            self._address,
+            self.address,
             tables.address,
             *self._rows("queries", queries, rows, self.query_heads, self.key_width),
             *self._rows("keys", keys, rows, self.heads, self.key_width),
@@ -368,7 +369,7 @@ class LayerHandle:
         if scale is not None and scale != self.scale:
             self._rescale(scale)
         if asked and self._library.offbook_prefill(
-            self._address,
+            self.address,
             tables.address,
             row,
             tokens,
@@ -403,28 +404,12 @@ class LayerHandle:
         keys = np.empty((self.heads, tokens, self.key_width), np.float32)
         values = None if self.latent else np.empty((self.heads, tokens, self.value_width), np.float32)
         if tokens and self._library.offbook_dequantise(
-            self._address, tables.address, row, start, stop,
+            self.address, tables.address, row, start, stop,
             _address(keys), tokens * self.key_width,
             None if values is None else _address(values), tokens * self.value_width,
         ):  # fmt: skip
             raise MemoryError("the attention kernel could not get working memory")
         return keys, values
-
-    def seal(self, pages: Sequence[int], slots: Sequence[int], groups: Sequence[int]) -> None:
-        """Quantise whole pages into groups (0..3) of blocks, as ``mx.quantize`` would, bit for bit."""
-        count = len(pages)
-        if not count == len(slots) == len(groups):
-            raise ValueError(f"{count} pages, {len(slots)} slots, {len(groups)} groups: one of each")
-        if not count:
-            return
-        given = (("page", pages, self.pages), ("slot", slots, self.slots), ("group", groups, BLOCK // GROUP))
-        for what, numbers, limit in given:
-            if min(numbers) < 0 or max(numbers) >= limit:
-                raise ValueError(f"{what} out of range: {list(numbers)}, there are {limit}")
-        ids = np.array([pages, slots, groups], np.int32)
-        at = _address(ids)
-        if self._library.offbook_seal(self._address, count, at, at + 4 * count, at + 8 * count):
-            raise MemoryError("the attention kernel could not get working memory")
 
     # ---- checks: a wrong pointer must never reach C
 
@@ -474,3 +459,32 @@ class LayerHandle:
 
     def _rescale(self, scale: float) -> None:
         self.scale = self._struct.scale = scale
+
+
+def seal(
+    layers: Sequence[LayerHandle], pages: Sequence[int], slots: Sequence[int], groups: Sequence[int]
+) -> None:
+    """Quantise whole pages into groups (0..3) of blocks, as ``mx.quantize`` would, bit for bit.
+
+    Each layer has a page, a slot and a group of its own.
+
+    Raises:
+        ValueError: a layer has no such page, slot or group.
+    """
+    count = len(layers)
+    if not count == len(pages) == len(slots) == len(groups):
+        raise ValueError(
+            f"{count} layers, {len(pages)} pages, {len(slots)} slots, {len(groups)} groups: one of each"
+        )
+    for layer, page, slot, group in zip(layers, pages, slots, groups, strict=True):
+        given = (("page", page, layer.pages), ("slot", slot, layer.slots), ("group", group, BLOCK // GROUP))
+        for what, number, limit in given:
+            if not 0 <= number < limit:
+                raise ValueError(f"{what} out of range: {number}, there are {limit}")
+    if not count:
+        return
+    addresses = np.array([layer.address for layer in layers], np.int64)
+    ids = np.array([pages, slots, groups], np.int32)
+    at = _address(ids)
+    if library().offbook_seal(_address(addresses), count, at, at + 4 * count, at + 8 * count):
+        raise MemoryError("the attention kernel could not get working memory")

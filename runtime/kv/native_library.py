@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-_ABI = 9
+_ABI = 10
 
 
 class NativeUnavailable(RuntimeError):

@@ -94,7 +94,9 @@ def test_wrong_shapes_and_slots_are_refused_before_any_memory_is_touched() -> No
     with pytest.raises(ValueError, match=r"k\.scales"):
         LayerHandle(query_heads=6, heads=2, key_width=64, value_width=64, tensors=short)
     with pytest.raises(ValueError, match="out of range"):
-        pool.layer.seal([0], [slots], [0])
+        native.seal([pool.layer], [0], [slots], [0])
+    with pytest.raises(ValueError, match="1 layers, 2 pages"):
+        native.seal([pool.layer], [0, 1], [0], [0])
 
 
 def test_a_missing_kernel_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
