@@ -291,12 +291,18 @@ class Runtime:
         Raises:
             InvalidConfig, ContextTooLarge: not a size, or less than the model itself needs.
             EngineBusy: it is still loading after a minute.
+            UnknownModel, ModelError, EngineFailed...: it cannot be started, and why.
         """
         request = SetMemory(budget_bytes=check_budget(parse_memory(budget)))
         engine = self.engine
-        stats = await ask_engine(
-            self.bus, request, expected=lambda: engine is not None and engine.failure is None
-        )
+        try:
+            stats = await ask_engine(
+                self.bus, request, expected=lambda: engine is not None and engine.failure is None
+            )
+        except (NoSuchActor, ConnectionLost):
+            if engine is not None and engine.failure is not None:  # its stand-in may not be there yet
+                raise engine.failure from None
+            raise
         if self.engine is not None:
             # Also for an engine that is started after this one.
             self.config = msgspec.structs.replace(self.config, budget_bytes=request.budget_bytes)

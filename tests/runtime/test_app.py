@@ -147,6 +147,19 @@ async def test_a_budget_set_while_the_engine_loads_waits_for_it() -> None:
             await rt.set_memory("1 GiB")
 
 
+async def test_why_there_is_no_engine_is_told_before_anybody_answers_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def later(*_: object) -> None:
+        await anyio.sleep_forever()
+
+    monkeypatch.setattr(app_module, "_stand_in", later)
+    async with Runtime("team", model="missing") as rt:
+        for ask in (rt.set_memory("1 GiB"), rt.ready()):
+            with anyio.fail_after(60), pytest.raises(UnknownModel, match="missing"):
+                await ask
+
+
 async def test_an_engine_that_loads_for_long_is_said_to_load() -> None:
     async with Runtime("team", engine=False) as rt:
         with pytest.raises(EngineBusy, match="loading its model"):
