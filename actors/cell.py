@@ -89,7 +89,9 @@ class Cell:
         self.rested_at = 0.0
         self.room = anyio.Event()
         self._seqs: set[int] = set()
-        self._waiting: dict[str, list[Delivery]] = {}
+        self._waiting: dict[int, list[Delivery]] = {}  # by the message's place: ids may come again
+        self._ending = -1  # the place of a question that is being dropped
+        self._cut = False  # the last try was cancelled from outside
         self.instance = Instance(port.journal, spec, actor_id)
         self._hinted = False
         self._window = RestartWindow(spec.supervision)
@@ -102,7 +104,7 @@ class Cell:
         if self.stopped:
             return  # it waits in the journal
         if delivery is not None:
-            self._waiting.setdefault(message.id, []).append(delivery)
+            self._waiting.setdefault(message.seq, []).append(delivery)
         if message.seq in self._seqs:
             return
         self._seqs.add(message.seq)
@@ -126,10 +128,15 @@ class Cell:
 
     def wait_for(self, message_id: str, delivery: Delivery) -> bool:
         """Let one more asker wait for a message; False if it is not here."""
-        if self.stopped or not any(message.id == message_id for message in self.mailbox):
+        if self.stopped:
             return False
-        self._waiting.setdefault(message_id, []).append(delivery)
-        return True
+        for message in self.mailbox:
+            if message.id == message_id and message.seq != self._ending:
+                self._waiting.setdefault(message.seq, []).append(delivery)
+                deadline = delivery.envelope.deadline
+                message.deadline = max(message.deadline, deadline) if message.deadline and deadline else 0.0
+                return True
+        return False
 
     @property
     def asleep(self) -> bool:
@@ -143,7 +150,7 @@ class Cell:
         """
         waiting, self._waiting = self._waiting, {}
         for message in list(self.mailbox)[1:]:
-            if message.id in waiting:
+            if message.seq in waiting:
                 self.port.journal.post("drop", partial(statements.drop, message=message))
         for deliveries in waiting.values():
             for delivery in deliveries:
@@ -154,7 +161,7 @@ class Cell:
         if self.mailbox and self.mailbox[0] is message:
             self.mailbox.popleft()
         self._seqs.discard(message.seq)
-        self._waiting.pop(message.id, None)
+        self._waiting.pop(message.seq, None)
         self.room.set()
         self.room = anyio.Event()
 
@@ -194,7 +201,7 @@ class Cell:
         )
         message.counted = message.tries > 0
         await self.instance.retire()
-        for delivery in self._waiting.pop(message.id, []):
+        for delivery in self._waiting.pop(message.seq, []):
             await delivery.fail(exc)
         self.state = "retrying"
         await anyio.sleep(RETRY_AFTER)
@@ -205,8 +212,7 @@ class Cell:
         while True:
             gone = self._unwanted(message)
             if gone is not None:
-                await self.port.journal.do("drop", lambda db: statements.drop(db, message))
-                await self._fail(message, gone)
+                await self._drop(message, gone)
                 return
             actor = await self._activate(message)
             if actor is None:
@@ -237,7 +243,7 @@ class Cell:
     def _unwanted(self, message: Inbound) -> OffbookError | None:
         if message.mode is not Mode.ASK:
             return None
-        waiting = self._waiting.get(message.id)
+        waiting = self._waiting.get(message.seq)
         if waiting and all(one.cancelled.is_set() for one in waiting):
             return Cancelled(f"the question to {self.id} was cancelled")
         if message.deadline and message.deadline <= time.time():
@@ -258,9 +264,13 @@ class Cell:
         cancelled = isinstance(error, Cancelled) or (
             isinstance(error, DeadlineExceeded) and self._unwanted(message) is not None
         )
+        if self._cut and cancelled and message.mode is Mode.ASK and self._unwanted(message) is None:
+            # Asked again while the turn that nobody waited for was ending: that one does not count.
+            message.tries -= 1
+            self._store_tries(message, message.tries)
+            return True
         if cancelled and message.mode is Mode.ASK:
-            await self.port.journal.do("drop", lambda db: statements.drop(db, message))
-            await self._fail(
+            await self._drop(
                 message, for_asker(self.id, error) if not isinstance(error, Cancelled) else error
             )
             return False
@@ -313,8 +323,17 @@ class Cell:
         self.port.failed(Failure(self.id, message.id, message.type, reason, message.tries, verdict), error)
         await self._bury(message, error, reason)
 
+    async def _drop(self, message: Inbound, error: OffbookError) -> None:
+        """Forget a question that nobody waits for; who asks it again meanwhile does so anew."""
+        self._ending = message.seq
+        try:
+            await self.port.journal.do("drop", lambda db: statements.drop(db, message))
+        finally:
+            self._ending = -1
+        await self._fail(message, error)
+
     async def _fail(self, message: Inbound, error: OffbookError) -> None:
-        waiting = self._waiting.get(message.id, [])
+        waiting = self._waiting.get(message.seq, [])
         self._leave(message)
         for delivery in waiting:
             await delivery.fail(error)
@@ -374,7 +393,7 @@ class Cell:
 
         async def progress(piece: Any) -> None:
             body = encode(piece)
-            for delivery in self._waiting.get(message.id, ()):
+            for delivery in self._waiting.get(message.seq, ()):
                 await delivery.progress(body)
 
         memory = self.instance.memory
@@ -410,7 +429,7 @@ class Cell:
             with scope:
                 async with anyio.create_task_group() as tasks:
                     turn.tasks = tasks
-                    if message.id in self._waiting:
+                    if message.seq in self._waiting:
                         tasks.start_soon(self._watch, message, scope)
                     try:
                         with own_errors():
@@ -424,7 +443,8 @@ class Cell:
             error = error or exc
         finally:
             current_turn.reset(token)
-        if scope.cancelled_caught and error is None:
+        self._cut = scope.cancelled_caught and error is None
+        if self._cut:
             error = self._unwanted(message) or Cancelled(f"the turn of {self.id} was cancelled")
         return result, error
 
@@ -438,7 +458,7 @@ class Cell:
     async def _watch(self, message: Inbound, scope: anyio.CancelScope) -> None:
         """Cancel the turn once every asker has gone."""
         while True:
-            pending = [one for one in self._waiting.get(message.id, ()) if not one.cancelled.is_set()]
+            pending = [one for one in self._waiting.get(message.seq, ()) if not one.cancelled.is_set()]
             if not pending:
                 scope.cancel()
                 return
@@ -459,7 +479,7 @@ class Cell:
             upcoming.tries += 1
             upcoming.counted = True
         self.instance.committed(turn, snapshot, state)
-        waiting = self._waiting.get(message.id, [])
+        waiting = self._waiting.get(message.seq, [])
         self._leave(message)
         self.port.committed(record, outgoing, born)
         if turn.forgotten:

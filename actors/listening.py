@@ -102,7 +102,7 @@ class Listener:
                 await self._journal.do(
                     "set-cursor", lambda db: topic_statements.set_cursor(db, topic, after or 0)
                 )
-            self._position[topic] = after
+            self._reached(topic, after)
             active.set()
             async for event in events:
                 if event.seq > self._position[topic] + 1:
@@ -112,10 +112,14 @@ class Listener:
                     )  # fmt: skip
                 with self._quiet.held():
                     await self._take(topic, event)
-                    self._position[topic] = event.seq
-                if topic in self._expected and self._expected[topic] <= event.seq:
-                    del self._expected[topic]
-                    self._quiet.give()
+                    self._reached(topic, event.seq)
+
+    def _reached(self, topic: str, seq: int) -> None:
+        """No event up to ``seq`` comes any more: it was delivered, or was there before this host listened."""
+        self._position[topic] = seq
+        if topic in self._expected and self._expected[topic] <= seq:
+            del self._expected[topic]
+            self._quiet.give()
 
     async def _take(self, topic: str, event: Event) -> None:
         """Store one event for all who hear it."""

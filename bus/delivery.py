@@ -122,5 +122,7 @@ class Delivery:
         if self._answered:
             return
         self._answered = True
+        if self.cancelled.is_set():
+            return  # the same question may have been asked again: this would be taken for its answer
         self._open.pop(self.envelope.id, None)
         self._link.post(Envelope(kind=kind, id=new_id(), correlation=self.envelope.id, type=type), data)

@@ -1,0 +1,120 @@
+"""What happens between two steps of something else: no order, message or answer is lost by it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import anyio
+import pytest
+
+from offbook.actors import Actor, Message, Request, Supervision, on
+from offbook.actors.host import Host
+from offbook.actors.testing import stored_state, team
+
+NEWS = "news"
+
+
+class News(Message):
+    number: int
+
+
+class Reader(Actor):
+    topics = (NEWS,)
+    news: list[int] = []
+
+    @on
+    async def read(self, msg: News) -> None:
+        self.news.append(msg.number)
+
+
+class Work(Request[int]):
+    pass
+
+
+class Worker(Actor):
+    """Hangs in its first turn, and takes its time to end when that is cancelled."""
+
+    supervision = Supervision(max_tries=1)
+    gate: ClassVar[anyio.Event]
+    turns_begun: ClassVar[int] = 0
+    done: int = 0
+
+    @on
+    async def work(self, ask: Work) -> int:
+        Worker.turns_begun += 1
+        if Worker.turns_begun == 1:
+            try:
+                await anyio.sleep_forever()
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await Worker.gate.wait()
+        self.done += 1
+        return self.done
+
+
+def beside(host: Host, name: str, act: Callable[[], Awaitable[Any]]) -> None:
+    """Do something once the journal has been given its next work of this name, before its result is used."""
+    do = host.journal.do
+
+    async def doing(what: str, work: Callable[[Any], Any], **how: Any) -> Any:
+        if what != name:
+            return await do(what, work, **how)
+        host.journal.do = do  # type: ignore[method-assign]
+        result = host.journal.submit(what, work, **how)
+        await act()
+        return await result
+
+    host.journal.do = doing  # type: ignore[method-assign, assignment]
+
+
+async def test_an_event_published_while_its_topic_is_first_followed_keeps_nothing_busy(
+    tmp_path: Path,
+) -> None:
+    async with team(tmp_path, engine=False) as (host, _):
+        beside(host, "cursor", lambda: host.publish(NEWS, News(0)))
+        await host.register(Reader)
+        with anyio.fail_after(10):
+            await host.idle()
+        await host.spawn(Reader, "r")
+        await host.publish(NEWS, News(1))
+        await host.idle()
+        assert (await stored_state(host, "reader/r"))["news"] == [1]
+
+
+@pytest.mark.parametrize("moment", ["ending", "being dropped", "dropped"])
+async def test_a_question_asked_again_while_its_turn_is_cancelled_is_answered(
+    tmp_path: Path, moment: str
+) -> None:
+    Worker.gate, Worker.turns_begun = anyio.Event(), 0
+    answers: list[int] = []
+
+    async def ask() -> None:
+        answers.append(await host.bus.ask("worker/w", Work(), id="question", timeout=10))
+
+    async def ask_beside() -> None:
+        again.start_soon(ask)
+        await anyio.sleep(0.1)
+
+    async with team(tmp_path, engine=False) as (host, _), anyio.create_task_group() as again:
+        await host.register(Worker)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            while not Worker.turns_begun:
+                await anyio.sleep(0.005)
+            if moment != "ending":
+                Worker.gate.set()
+            if moment == "being dropped":
+                beside(host, "drop", ask_beside)
+            tasks.cancel_scope.cancel()
+        if moment != "being dropped":
+            again.start_soon(ask)
+            await anyio.sleep(0.1)
+            Worker.gate.set()
+        with anyio.fail_after(10):
+            while not answers:
+                await anyio.sleep(0.005)
+        await host.idle()
+        assert answers == [1]
+        assert (await stored_state(host, "worker/w"))["done"] == 1
