@@ -9,9 +9,11 @@ pages.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from ..store.reading import address
 from . import native_library
@@ -19,7 +21,10 @@ from . import native_library
 LINE = 64
 
 SHELF = 1 << 30
-"""Bytes of one allocation, unless an array is larger: MLX counts the numbers in an array with 32 bits."""
+"""Bytes of one allocation, unless an array is larger."""
+
+MOST = (1 << 31) - 2 * LINE
+"""Numbers along an axis, about, for MLX. An array that has more in all cannot be cut out of another."""
 
 Wanted = tuple[tuple[int, ...], mx.Dtype]
 """Shape and type of an array."""
@@ -29,14 +34,18 @@ def zeros(wanted: Sequence[Wanted]) -> list[mx.array]:
     """Evaluated arrays of zeros, in contiguous memory that NumPy may view and write."""
     out: list[mx.array] = []
     for shelf in _shelves(wanted):
-        out += _fill(shelf)
+        out += _fill(shelf) if _numbers(shelf[0]) <= MOST else [_apart(*shelf[0])]
     return out
+
+
+def _numbers(one: Wanted) -> int:
+    return int(np.prod(one[0]))
 
 
 def _words(one: Wanted) -> int:
     """Room for an array, in numbers of 32 bits, to the next cache line."""
-    shape, dtype = one
-    return -(-int(np.prod(shape)) * dtype.size // LINE) * LINE // 4
+    _, dtype = one
+    return -(-_numbers(one) * dtype.size // LINE) * LINE // 4
 
 
 def _shelves(wanted: Iterable[Wanted]) -> list[list[Wanted]]:
@@ -52,20 +61,32 @@ def _shelves(wanted: Iterable[Wanted]) -> list[list[Wanted]]:
     return shelves
 
 
-def _fill(shelf: Sequence[Wanted]) -> list[mx.array]:
-    """Arrays in one allocation."""
-    whole = mx.zeros(sum(map(_words, shelf)) + LINE // 4, mx.uint32)
-    mx.eval(whole)
-    view = np.array(whole, copy=False)
+def _in_large_pages(array: mx.array) -> NDArray[Any]:
+    """Evaluate zeros, and put them into large pages. Returns NumPy's view of them."""
+    mx.eval(array)
+    view: NDArray[Any] = np.array(array, copy=False)
     if native_library.available():
         native_library.library().offbook_large_pages(address(view), view.nbytes)
         view[...] = 0  # now, and not when a turn first needs them
+    return view
+
+
+def _apart(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """An array in an allocation of its own, wherever that begins."""
+    array = mx.zeros(shape, dtype)
+    _in_large_pages(array)
+    return array
+
+
+def _fill(shelf: Sequence[Wanted]) -> list[mx.array]:
+    """Arrays in one allocation."""
+    whole = mx.zeros(sum(map(_words, shelf)) + LINE // 4, mx.uint32)
+    view = _in_large_pages(whole)
     at = -address(view) % LINE // 4
     arrays = []
     for one in shelf:
         shape, dtype = one
-        count = int(np.prod(shape))
-        array = whole[at : at + _words(one)].view(dtype)[:count].reshape(shape)
+        array = whole[at : at + _words(one)].view(dtype)[: _numbers(one)].reshape(shape)
         mx.eval(array)
         assert address(np.array(array, copy=False)) == address(view) + 4 * at, "MLX has copied a slice"
         arrays.append(array)

@@ -6,11 +6,11 @@ Owns what a ``Reader`` is (the native kernel's, see ``runtime.kv.native_read``) 
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import ReferenceType, ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,20 +113,25 @@ class Reusable:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: list[Array] = []
+        self._kept: list[tuple[Array, ReferenceType[Array]]] = []  # the last lent first
 
     def take(self, nbytes: int) -> Array:
         """Uninitialised, uint8 [nbytes]; this and all views of it belong to the caller."""
         with self._lock:
-            for piece in self._kept:
-                # Views refer to the array that owns the memory. The list, this name and the argument do, too.
-                if len(piece) >= nbytes and sys.getrefcount(piece) == 3:
-                    return piece[:nbytes]
-            self._kept = [
-                np.empty(-(-nbytes // self.ROUND) * self.ROUND, np.uint8),
-                *self._kept[: self.KEPT - 1],
-            ]
-            return self._kept[0][:nbytes]
+            # Whether one is lent is not for its count of references to say: interpreters count differently.
+            free = (
+                i for i, (piece, lent) in enumerate(self._kept) if len(piece) >= nbytes and lent() is None
+            )
+            found = next(free, None)
+            if found is None:
+                piece: Array = np.empty(-(-max(1, nbytes) // self.ROUND) * self.ROUND, np.uint8)
+            else:
+                piece, _ = self._kept.pop(found)
+            # Views refer to the first array behind them that is no view of an array: with a memoryview
+            # between, to this one. It is gone when all of them are, and the piece is not.
+            whole: Array = np.frombuffer(piece.data, np.uint8)
+            self._kept = [(piece, ref(whole)), *self._kept[: self.KEPT - 1]]
+            return whole[:nbytes]
 
 
 class FlatArrays(Mapping[str, Array]):

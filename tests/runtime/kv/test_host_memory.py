@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -16,6 +18,8 @@ WANTED: list[host_memory.Wanted] = [
     ((1,), mx.uint16),
     ((4, 2, 64, 64), mx.uint16),
 ]
+
+Fill = Callable[[Sequence[host_memory.Wanted]], list[mx.array]]
 
 
 @pytest.mark.parametrize("shelf", [1 << 30, 4096])
@@ -45,3 +49,30 @@ def test_an_array_outlives_the_list_it_came_in() -> None:
 
 def test_no_arrays_take_no_memory() -> None:
     assert host_memory.zeros([]) == []
+
+
+def test_an_array_of_more_numbers_than_an_axis_may_have_is_one_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_memory, "SHELF", 4096)
+    monkeypatch.setattr(host_memory, "MOST", 5000, raising=False)  # and not 2 ** 31 or so
+    monkeypatch.setattr(host_memory, "_fill", _without_long_axes(host_memory._fill))
+    arrays = host_memory.zeros(WANTED)
+    views = [np.array(array, copy=False) for array in arrays]
+    assert [(array.shape, array.dtype) for array in arrays] == WANTED
+    assert all(not view.any() and view.flags.c_contiguous and view.flags.writeable for view in views)
+    for number, view in enumerate(views, 1):
+        view[...] = number
+    for number, array in enumerate(arrays, 1):
+        assert mx.all(array == number).item()
+
+
+def _without_long_axes(fill: Fill) -> Fill:
+    """``fill``, which raises what MLX raises for more than 5000 numbers along an axis."""
+
+    def filled(shelf: Sequence[host_memory.Wanted]) -> list[mx.array]:
+        if sum(int(np.prod(shape)) for shape, _ in shelf) > 5000:
+            raise ValueError("Slice indices must be 32-bit integers.")
+        return fill(shelf)
+
+    return filled
