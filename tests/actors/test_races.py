@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any, ClassVar
 
 import anyio
@@ -52,6 +55,35 @@ class Worker(Actor):
                     await Worker.gate.wait()
         self.done += 1
         return self.done
+
+
+class Hello(Message):
+    pass
+
+
+class Child(Actor):
+    name: str
+    log: list[str] = []
+
+    async def on_spawn(self) -> None:
+        self.log.append("born")
+
+    @on
+    async def hello(self, msg: Hello) -> None:
+        self.log.append("hello")
+
+
+@asynccontextmanager
+async def waiting_journal(host: Host) -> AsyncIterator[None]:
+    """What the journal is given within the block, it does at the end of the block, in one transaction."""
+    begun, go = Event(), Event()
+    host.journal.post("wait", lambda db: (begun.set(), go.wait()))
+    while not begun.is_set():
+        await anyio.sleep(0.001)
+    try:
+        yield
+    finally:
+        go.set()
 
 
 def beside(host: Host, name: str, act: Callable[[], Awaitable[Any]]) -> None:
@@ -118,3 +150,20 @@ async def test_a_question_asked_again_while_its_turn_is_cancelled_is_answered(
         await host.idle()
         assert answers == [1]
         assert (await stored_state(host, "worker/w"))["done"] == 1
+
+
+async def test_the_first_turn_of_a_life_goes_before_a_message_stored_in_the_same_moment(
+    tmp_path: Path,
+) -> None:
+    async with team(tmp_path, engine=False) as (host, _):
+        await host.register(Child, Reader)
+        async with anyio.create_task_group() as tasks, waiting_journal(host):
+            for act in (
+                partial(host.tell, "reader/r", News(0)),
+                partial(host.spawn, Child, "c", name="c"),
+                partial(host.tell, "child/c", Hello()),
+            ):
+                tasks.start_soon(act)
+                await anyio.sleep(0.05)
+        await host.idle()
+        assert (await stored_state(host, "child/c"))["log"] == ["born", "hello"]
