@@ -275,13 +275,14 @@ class Host(Outside):
                     raise wrong
                 return address
             made, now = birth, self.clock.now()
-            born = await self.journal.do(
-                "spawn", lambda db: statements.spawn(db, address, made, now), admits=True
-            )
-            if born is not None:
-                self.deliver(born)
-                if spec.ticks:
-                    self._timers.wake()
+            with anyio.CancelScope(shield=True):  # what the journal takes, the mailbox gets
+                born = await self.journal.do(
+                    "spawn", lambda db: statements.spawn(db, address, made, now), admits=True
+                )
+                if born is not None:
+                    self.deliver(born)
+                    if spec.ticks:
+                        self._timers.wake()
         return address
 
     async def idle(self) -> None:
@@ -352,7 +353,7 @@ class Host(Outside):
 
     async def resend(self, *numbers: int) -> DeadResult:
         """Send dead letters again, by their numbers (``DeadLetter.seq``), each as a new message."""
-        with self.quiet.held():
+        with self.quiet.held(), anyio.CancelScope(shield=True):  # what the journal takes is sent
             sent = await self.journal.do("resend", lambda db: deadletters.resend(db, numbers, time.time()))
             self._outbox.add(sent.outgoing)
             self.deliver(sent.inbound)

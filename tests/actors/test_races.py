@@ -167,3 +167,45 @@ async def test_the_first_turn_of_a_life_goes_before_a_message_stored_in_the_same
                 await anyio.sleep(0.05)
         await host.idle()
         assert (await stored_state(host, "child/c"))["log"] == ["born", "hello"]
+
+
+async def test_a_spawn_that_is_cancelled_happens_or_does_not(tmp_path: Path) -> None:
+    async with team(tmp_path, engine=False) as (host, _):
+        await host.register(Child)
+        async with anyio.create_task_group() as tasks, waiting_journal(host):
+            tasks.start_soon(partial(host.spawn, Child, "c", name="c"))
+            await anyio.sleep(0.05)
+            tasks.cancel_scope.cancel()
+        await host.spawn(Child, "c", name="c")
+        await host.tell("child/c", Hello())
+        await host.idle()
+        assert (await stored_state(host, "child/c"))["log"] == ["born", "hello"]
+
+
+class Fragile(Actor):
+    supervision = Supervision(max_tries=1)
+    broken: ClassVar[bool] = True
+    heard: int = 0
+
+    @on
+    async def hello(self, msg: Hello) -> None:
+        if Fragile.broken:
+            raise RuntimeError("not yet")
+        self.heard += 1
+
+
+async def test_dead_letters_are_sent_again_although_the_call_is_cancelled(tmp_path: Path) -> None:
+    Fragile.broken = True
+    async with team(tmp_path, engine=False) as (host, _):
+        await host.register(Fragile)
+        await host.tell("fragile/f", Hello())
+        await host.idle()
+        (letter,) = await host.dead_letters()
+        Fragile.broken = False
+        async with anyio.create_task_group() as tasks, waiting_journal(host):
+            tasks.start_soon(host.resend, letter.seq)
+            await anyio.sleep(0.05)
+            tasks.cancel_scope.cancel()
+        await host.idle()
+        assert await host.dead_letters() == []
+        assert (await stored_state(host, "fragile/f"))["heard"] == 1
