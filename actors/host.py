@@ -281,8 +281,7 @@ class Host(Outside):
                 )
                 if born is not None:
                     self.deliver(born)
-                    if spec.ticks:
-                        self._timers.wake()
+                    self.created(spec)
         return address
 
     async def idle(self) -> None:
@@ -376,6 +375,11 @@ class Host(Outside):
     def birth(self, spec: ActorSpec) -> Birth | None:
         """How an actor begins that was never spawned; None if it cannot."""
         return self._births.get(spec.kind)
+
+    def created(self, spec: ActorSpec) -> None:
+        """An actor begins to exist, and its ``@every`` timers with it."""
+        if spec.ticks:
+            self._timers.wake()
 
     def deliver(self, messages: list[Inbound]) -> None:
         """Put stored messages into mailboxes; those of kinds not registered yet wait in the journal."""

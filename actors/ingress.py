@@ -61,6 +61,8 @@ class IngressPort(Protocol):
 
     def control(self, delivery: Delivery) -> bool: ...
 
+    def created(self, spec: ActorSpec) -> None: ...
+
 
 class Ingress:
     """Admits deliveries. :meth:`admit` is called for each, :meth:`run` works off what they wait for."""
@@ -189,6 +191,8 @@ class Ingress:
                 )
             )
             return
+        if accepted.created:
+            self._port.created(spec)
         cell = self._port.stage.cell(spec, message.actor)
         for stored in accepted.messages:
             cell.put(stored, delivery if stored.id == message.id and ask else None)

@@ -127,11 +127,12 @@ def accept(db: DB, message: Inbound, birth: Birth | None, now: float) -> Accepte
     if db.execute("SELECT 1 FROM inbox WHERE actor=? AND id=?", (message.actor, message.id)).fetchone():
         return Accepted("pending")
     stored: list[Inbound] = []
-    if not exists(db, message.actor):
+    created = not exists(db, message.actor)
+    if created:
         if birth is None:
             return Accepted("absent")
         stored = create(db, message.actor, birth, now)
-    return Accepted("new", messages=(*stored, insert_inbox(db, message, now)))
+    return Accepted("new", messages=(*stored, insert_inbox(db, message, now)), created=created)
 
 
 def begin_try(db: DB, message: Inbound, tries: int) -> None:
