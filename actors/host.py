@@ -116,6 +116,7 @@ class Host(Outside):
         self._peers = tuple(check_kind(peer) for peer in peers)
         self._kinds: dict[str, ActorSpec] = {}
         self._births: dict[str, Birth | None] = {}
+        self._unserved: set[str] = set()
         self.stage = Stage(self, self.quiet, max_resting=max_active, rest=passivate_after)
         self._registering = anyio.Lock()
         self._stack = AsyncExitStack()
@@ -211,6 +212,7 @@ class Host(Outside):
                         raise TypeError(
                             f"{known.cls!r} and {cls!r} are both of kind {spec.kind!r}; set kind = ..."
                         )
+                    await self._serve_kind(spec.kind)
                     continue
                 if spec.kind in ("host", "engine"):
                     raise TypeError(
@@ -224,10 +226,18 @@ class Host(Outside):
                 try:
                     # What was accepted earlier goes first.
                     await self._recover(spec)
-                    await self.bus.serve(f"{spec.kind}/*")
                 except BaseException:
                     del self._kinds[spec.kind]
                     raise
+                self._unserved.add(spec.kind)
+                await self._serve_kind(spec.kind)
+
+    async def _serve_kind(self, kind: str) -> None:
+        """Take what others send to a kind. If that fails, its actors here go on with what they had, and with
+        topics and timers; registering the class again tries again."""
+        if kind in self._unserved:
+            await self.bus.serve(f"{kind}/*")
+            self._unserved.discard(kind)
 
     async def _prune(self) -> None:
         """Forget the ids of messages that were handled long ago."""
