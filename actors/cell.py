@@ -190,6 +190,8 @@ class Cell:
         finally:
             if self.stopped:
                 await self._abandon()
+            if self.port.stopping:  # a commit that was on its way has counted the next try
+                self.take_back_tries()
             self.state = "stopped" if self.stopped else "idle"
             self.rested_at = time.monotonic()
             self.port.stage.rested(self)
@@ -359,13 +361,11 @@ class Cell:
         if message is not None and not self.port.stopping:
             self._store_tries(message, message.tries - waits)
 
-    def take_back_try(self) -> None:
-        """The host stops in order: a try that has begun, or was about to, does not count."""
-        message = self._trying
-        if message is None and self.mailbox and self.mailbox[0].counted:
-            message = self.mailbox[0]
-        if message is not None:
-            self._store_tries(message, message.tries - 1)
+    def take_back_tries(self) -> None:
+        """The host stops in order: tries that have begun, or were about to, do not count."""
+        for message in self.mailbox:
+            if message is self._trying or message.counted:
+                self._store_tries(message, message.tries - 1)
 
     def _store_tries(self, message: Inbound, tries: int) -> None:
         """In order with the journal's other work, so a turn that goes on has its try counted first."""

@@ -173,9 +173,10 @@ class Host(Outside):
         """Take nothing more on, and tell those who wait for answers. Messages stay in the journal."""
         self.stopping = True
         stopped = ActorStopped(f"the host {self.name} stops")
+        self._ingress.take_back_tries()
         with anyio.CancelScope(shield=True):
             for cell in self.stage:
-                cell.take_back_try()
+                cell.take_back_tries()
                 await cell.dismiss(stopped)
 
     async def __aexit__(

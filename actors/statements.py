@@ -132,6 +132,8 @@ def accept(db: DB, message: Inbound, birth: Birth | None, now: float) -> Accepte
         if birth is None:
             return Accepted("absent")
         stored = create(db, message.actor, birth, now)
+        if stored:
+            message.tries = 0  # it does not begin at once: the first turn does
     return Accepted("new", messages=(*stored, insert_inbox(db, message, now)), created=created)
 
 

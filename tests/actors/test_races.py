@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from threading import Event
+from threading import Event, Timer
 from typing import Any, ClassVar
 
 import anyio
@@ -15,6 +15,7 @@ import pytest
 from offbook.actors import Actor, Message, Request, Supervision, on
 from offbook.actors.host import Host
 from offbook.actors.testing import stored_state, team
+from offbook.bus import connect
 
 NEWS = "news"
 
@@ -209,3 +210,75 @@ async def test_dead_letters_are_sent_again_although_the_call_is_cancelled(tmp_pa
         await host.idle()
         assert await host.dead_letters() == []
         assert (await stored_state(host, "fragile/f"))["heard"] == 1
+
+
+class Careful(Actor):
+    """What it began, it does not begin again."""
+
+    supervision = Supervision(max_tries=1)
+    news: list[int] = []
+
+    @on
+    async def read(self, msg: News) -> None:
+        await anyio.sleep(0.001)
+        self.news.append(msg.number)
+
+
+@pytest.mark.parametrize("work", ["work:turn", "work:accept"])
+async def test_a_host_that_stops_while_the_journal_writes_uses_no_message_up(
+    tmp_path: Path, work: str
+) -> None:
+    reached, go = Event(), Event()
+    armed = False
+
+    def fault(point: str) -> None:
+        if point == work and armed:
+            reached.set()
+            go.wait()
+
+    async with team(tmp_path, engine=False, fault=fault) as (host, _):
+        await host.register(Careful)
+        await host.tell("careful/c", News(0))
+        await host.idle()
+        armed = True
+        async with connect(host.bus.endpoint) as outside, anyio.create_task_group() as tasks:
+            if work == "work:turn":
+                async with waiting_journal(host):
+                    for number in (1, 2):
+                        tasks.start_soon(outside.tell, "careful/c", News(number))
+                        await anyio.sleep(0.02)
+            else:
+                tasks.start_soon(outside.tell, "careful/c", News(1))
+            while not reached.is_set():
+                await anyio.sleep(0.001)
+            tasks.cancel_scope.cancel()
+        Timer(0.1, go.set).start()
+        armed = False
+    async with team(tmp_path, engine=False) as (host, _):
+        await host.register(Careful)
+        await host.idle()
+        assert await host.dead_letters() == []
+        assert (await stored_state(host, "careful/c"))["news"] == [0, 1, 2][: 3 if work == "work:turn" else 2]
+
+
+async def test_a_message_behind_the_first_turn_of_a_life_has_not_been_tried(tmp_path: Path) -> None:
+    class Late(Actor):
+        supervision = Supervision(max_tries=1)
+
+        async def on_spawn(self) -> None:
+            begun.set()
+            await anyio.sleep_forever()
+
+        @on
+        async def hello(self, msg: Hello) -> None:
+            pass
+
+    begun = anyio.Event()
+    async with team(tmp_path, engine=False) as (host, _):
+        await host.register(Late)
+        await host.tell("late/a", Hello())
+        await begun.wait()
+        tries = await host.journal.do(
+            "look", lambda db: db.execute("SELECT tries FROM inbox ORDER BY seq").fetchall()
+        )
+        assert tries == [(1,), (0,)], "a process that is killed now has not used the second one up"
