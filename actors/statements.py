@@ -175,8 +175,11 @@ def _mark_done(db: DB, message: Inbound, reply: bytes | None, now: float) -> Non
 
 
 def prune_done(db: DB, before: float) -> int:
-    """Forget handled ids older than ``before``; returns how many."""
-    return db.execute("DELETE FROM done WHERE at<?", (before,)).rowcount
+    """Forget handled ids older than ``before``; returns how many.
+
+    Those in the outbox stay: their sender here has not noted that they arrived, and repeats them.
+    """
+    return db.execute("DELETE FROM done WHERE at<? AND id NOT IN (SELECT id FROM outbox)", (before,)).rowcount
 
 
 # -- turns ----------------------------------------------------------------------------------------------

@@ -282,3 +282,29 @@ async def test_a_message_behind_the_first_turn_of_a_life_has_not_been_tried(tmp_
             "look", lambda db: db.execute("SELECT tries FROM inbox ORDER BY seq").fetchall()
         )
         assert tries == [(1,), (0,)], "a process that is killed now has not used the second one up"
+
+
+class Relay(Actor):
+    @on
+    async def read(self, msg: News) -> None:
+        await self.tell("careful/c", msg)
+
+
+async def test_a_delivery_that_was_not_noted_is_known_after_weeks(tmp_path: Path) -> None:
+    """The process ends between a delivery and its sender's note of it, and is started again long after."""
+    async with team(tmp_path, engine=False) as (host, _):
+        await host.register(Relay, Careful)
+        post = host.journal.post
+
+        def forgetful(label: str, work: Callable[[Any], Any]) -> None:
+            if label != "sent":
+                post(label, work)
+
+        host.journal.post = forgetful  # type: ignore[method-assign]
+        await host.tell("relay/r", News(1))
+        await host.idle()
+        await host.journal.do("age", lambda db: db.execute("UPDATE done SET at=at-30*86400"))
+    async with team(tmp_path, engine=False) as (host, _):
+        await host.register(Relay, Careful)
+        await host.idle()
+        assert (await stored_state(host, "careful/c"))["news"] == [1]
