@@ -96,11 +96,15 @@ class Cell:
         self._hinted = False
         self._window = RestartWindow(spec.supervision)
         self._trying: Inbound | None = None
+        self._begun = 0  # 1 while the first message of the mailbox is being handled
 
     # -- the mailbox --------------------------------------------------------------------------------------
 
     def put(self, message: Inbound, delivery: Delivery | None = None) -> None:
-        """Append a stored message; one that is here already is not added twice."""
+        """Add a stored message; one that is here already is not added twice.
+
+        Who stored them may come here in another order than the journal's, which is the one that counts.
+        """
         if self.stopped:
             return  # it waits in the journal
         if delivery is not None:
@@ -108,7 +112,10 @@ class Cell:
         if message.seq in self._seqs:
             return
         self._seqs.add(message.seq)
-        self.mailbox.append(message)
+        place = len(self.mailbox)
+        while place and self.mailbox[place - 1].seq > message.seq and place - 1 >= self._begun:
+            place -= 1
+        self.mailbox.insert(place, message)
         if self.state == "idle":
             self.state = "running"
             self.port.stage.started(self)
@@ -160,6 +167,7 @@ class Cell:
         """The message has been dealt with."""
         if self.mailbox and self.mailbox[0] is message:
             self.mailbox.popleft()
+            self._begun = 0
         self._seqs.discard(message.seq)
         self._waiting.pop(message.seq, None)
         self.room.set()
@@ -174,6 +182,7 @@ class Cell:
             while self.mailbox and not self.stopped:
                 self.state = "running"
                 message = self.mailbox[0]
+                self._begun = 1
                 try:
                     await self._handle(message)
                 except JournalFailed as exc:
@@ -181,6 +190,8 @@ class Cell:
         finally:
             if self.stopped:
                 await self._abandon()
+            if self.port.stopping:  # a commit that was on its way has counted the next try
+                self.take_back_tries()
             self.state = "stopped" if self.stopped else "idle"
             self.rested_at = time.monotonic()
             self.port.stage.rested(self)
@@ -350,13 +361,11 @@ class Cell:
         if message is not None and not self.port.stopping:
             self._store_tries(message, message.tries - waits)
 
-    def take_back_try(self) -> None:
-        """The host stops in order: a try that has begun, or was about to, does not count."""
-        message = self._trying
-        if message is None and self.mailbox and self.mailbox[0].counted:
-            message = self.mailbox[0]
-        if message is not None:
-            self._store_tries(message, message.tries - 1)
+    def take_back_tries(self) -> None:
+        """The host stops in order: tries that have begun, or were about to, do not count."""
+        for message in self.mailbox:
+            if message is self._trying or message.counted:
+                self._store_tries(message, message.tries - 1)
 
     def _store_tries(self, message: Inbound, tries: int) -> None:
         """In order with the journal's other work, so a turn that goes on has its try counted first."""

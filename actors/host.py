@@ -116,6 +116,7 @@ class Host(Outside):
         self._peers = tuple(check_kind(peer) for peer in peers)
         self._kinds: dict[str, ActorSpec] = {}
         self._births: dict[str, Birth | None] = {}
+        self._unserved: set[str] = set()
         self.stage = Stage(self, self.quiet, max_resting=max_active, rest=passivate_after)
         self._registering = anyio.Lock()
         self._stack = AsyncExitStack()
@@ -172,9 +173,10 @@ class Host(Outside):
         """Take nothing more on, and tell those who wait for answers. Messages stay in the journal."""
         self.stopping = True
         stopped = ActorStopped(f"the host {self.name} stops")
+        self._ingress.take_back_tries()
         with anyio.CancelScope(shield=True):
             for cell in self.stage:
-                cell.take_back_try()
+                cell.take_back_tries()
                 await cell.dismiss(stopped)
 
     async def __aexit__(
@@ -211,6 +213,7 @@ class Host(Outside):
                         raise TypeError(
                             f"{known.cls!r} and {cls!r} are both of kind {spec.kind!r}; set kind = ..."
                         )
+                    await self._serve_kind(spec.kind)
                     continue
                 if spec.kind in ("host", "engine"):
                     raise TypeError(
@@ -224,10 +227,18 @@ class Host(Outside):
                 try:
                     # What was accepted earlier goes first.
                     await self._recover(spec)
-                    await self.bus.serve(f"{spec.kind}/*")
                 except BaseException:
                     del self._kinds[spec.kind]
                     raise
+                self._unserved.add(spec.kind)
+                await self._serve_kind(spec.kind)
+
+    async def _serve_kind(self, kind: str) -> None:
+        """Take what others send to a kind. If that fails, its actors here go on with what they had, and with
+        topics and timers; registering the class again tries again."""
+        if kind in self._unserved:
+            await self.bus.serve(f"{kind}/*")
+            self._unserved.discard(kind)
 
     async def _prune(self) -> None:
         """Forget the ids of messages that were handled long ago."""
@@ -275,13 +286,13 @@ class Host(Outside):
                     raise wrong
                 return address
             made, now = birth, self.clock.now()
-            born = await self.journal.do(
-                "spawn", lambda db: statements.spawn(db, address, made, now), admits=True
-            )
-            if born is not None:
-                self.deliver(born)
-                if spec.ticks:
-                    self._timers.wake()
+            with anyio.CancelScope(shield=True):  # what the journal takes, the mailbox gets
+                born = await self.journal.do(
+                    "spawn", lambda db: statements.spawn(db, address, made, now), admits=True
+                )
+                if born is not None:
+                    self.deliver(born)
+                    self.created(spec)
         return address
 
     async def idle(self) -> None:
@@ -352,7 +363,7 @@ class Host(Outside):
 
     async def resend(self, *numbers: int) -> DeadResult:
         """Send dead letters again, by their numbers (``DeadLetter.seq``), each as a new message."""
-        with self.quiet.held():
+        with self.quiet.held(), anyio.CancelScope(shield=True):  # what the journal takes is sent
             sent = await self.journal.do("resend", lambda db: deadletters.resend(db, numbers, time.time()))
             self._outbox.add(sent.outgoing)
             self.deliver(sent.inbound)
@@ -375,6 +386,11 @@ class Host(Outside):
     def birth(self, spec: ActorSpec) -> Birth | None:
         """How an actor begins that was never spawned; None if it cannot."""
         return self._births.get(spec.kind)
+
+    def created(self, spec: ActorSpec) -> None:
+        """An actor begins to exist, and its ``@every`` timers with it."""
+        if spec.ticks:
+            self._timers.wake()
 
     def deliver(self, messages: list[Inbound]) -> None:
         """Put stored messages into mailboxes; those of kinds not registered yet wait in the journal."""

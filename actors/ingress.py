@@ -61,6 +61,8 @@ class IngressPort(Protocol):
 
     def control(self, delivery: Delivery) -> bool: ...
 
+    def created(self, spec: ActorSpec) -> None: ...
+
 
 class Ingress:
     """Admits deliveries. :meth:`admit` is called for each, :meth:`run` works off what they wait for."""
@@ -146,6 +148,12 @@ class Ingress:
         self._storing.append((future, delivery, message, spec))
         self._queued.set()
 
+    def take_back_tries(self) -> None:
+        """The host stops in order: tries that were counted ahead, of messages on their way, do not count."""
+        for _, _, message, _ in self._storing:
+            if message.tries:  # by then it is stored, or has no place
+                self._port.journal.post("try", partial(statements.begin_try, message=message, tries=0))
+
     async def run(self) -> None:
         """Acknowledge what has been stored, in order, until cancelled."""
         while True:
@@ -189,6 +197,8 @@ class Ingress:
                 )
             )
             return
+        if accepted.created:
+            self._port.created(spec)
         cell = self._port.stage.cell(spec, message.actor)
         for stored in accepted.messages:
             cell.put(stored, delivery if stored.id == message.id and ask else None)

@@ -69,11 +69,13 @@ class Accepted:
         status: ``new``; ``pending``: it is in the inbox already; ``done``: its turn is committed, ``reply``
             has the answer; ``absent``: there is no such actor.
         messages: the stored messages in order: the actor's first turn, if this created it, then this one.
+        created: this created the actor.
     """
 
     status: str
     reply: bytes | None = None
     messages: tuple[Inbound, ...] = ()
+    created: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,11 +127,14 @@ def accept(db: DB, message: Inbound, birth: Birth | None, now: float) -> Accepte
     if db.execute("SELECT 1 FROM inbox WHERE actor=? AND id=?", (message.actor, message.id)).fetchone():
         return Accepted("pending")
     stored: list[Inbound] = []
-    if not exists(db, message.actor):
+    created = not exists(db, message.actor)
+    if created:
         if birth is None:
             return Accepted("absent")
         stored = create(db, message.actor, birth, now)
-    return Accepted("new", messages=(*stored, insert_inbox(db, message, now)))
+        if stored:
+            message.tries = 0  # it does not begin at once: the first turn does
+    return Accepted("new", messages=(*stored, insert_inbox(db, message, now)), created=created)
 
 
 def begin_try(db: DB, message: Inbound, tries: int) -> None:
@@ -172,8 +175,11 @@ def _mark_done(db: DB, message: Inbound, reply: bytes | None, now: float) -> Non
 
 
 def prune_done(db: DB, before: float) -> int:
-    """Forget handled ids older than ``before``; returns how many."""
-    return db.execute("DELETE FROM done WHERE at<?", (before,)).rowcount
+    """Forget handled ids older than ``before``; returns how many.
+
+    Those in the outbox stay: their sender here has not noted that they arrived, and repeats them.
+    """
+    return db.execute("DELETE FROM done WHERE at<? AND id NOT IN (SELECT id FROM outbox)", (before,)).rowcount
 
 
 # -- turns ----------------------------------------------------------------------------------------------

@@ -14,6 +14,12 @@ def cursor(db: DB, topic: str) -> int | None:
     return None if row is None else int(row[0])
 
 
+def position(db: DB, topic: str) -> tuple[int | None, int]:
+    """The last event that was delivered, and the last one there is; 0 unless the topic is kept here."""
+    row = db.execute("SELECT seq FROM topic_heads WHERE topic=?", (topic,)).fetchone()
+    return cursor(db, topic), 0 if row is None else int(row[0])
+
+
 def set_cursor(db: DB, topic: str, seq: int) -> None:
     db.execute(
         "INSERT INTO cursors VALUES (?,?) ON CONFLICT (topic) DO UPDATE SET seq=MAX(seq, excluded.seq)",

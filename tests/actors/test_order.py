@@ -13,6 +13,8 @@ from offbook.actors import Actor, Message, Supervision, on
 from offbook.actors.host import Host
 from offbook.actors.journal import JournalFailed
 from offbook.actors.testing import stored_state, team
+from offbook.bus import connect
+from offbook.bus.errors import ProtocolError
 
 NEWS = "news"
 
@@ -105,6 +107,29 @@ async def test_a_registration_that_fails_leaves_all_for_the_next(tmp_path: Path)
         await host.register(Reader)
         await host.idle()
         assert (await stored_state(host, "reader/r"))["news"] == [0, 1, 2]
+
+
+async def test_a_kind_that_another_peer_still_serves_loses_nothing(tmp_path: Path) -> None:
+    await leave_one(tmp_path)
+    async with team(tmp_path, engine=False) as (host, _):
+        async with connect(host.bus.endpoint) as other:
+            await other.serve("reader/*")
+            with pytest.raises(ProtocolError, match="served by"):
+                await host.register(Reader)
+            await host.idle()
+            await host.publish(NEWS, News(1))
+            await host.idle()
+        with anyio.fail_after(10):
+            while True:  # the other one has just left
+                try:
+                    await host.register(Reader)
+                    break
+                except ProtocolError:
+                    await anyio.sleep(0.01)
+        await host.tell("reader/r", News(2))
+        await host.publish(NEWS, News(3))
+        await host.idle()
+        assert (await stored_state(host, "reader/r"))["news"] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -227,3 +227,24 @@ async def test_the_order_of_simultaneous_timers_is_fixed_by_the_seed(tmp_path: P
     assert orders[0] == orders[1]
     assert any(order != orders[0] for order in orders[2:])
     assert all(sorted(order) == list("abcdef") for order in orders)
+
+
+async def test_an_actor_that_its_first_message_creates_ticks_at_once(tmp_path: Path) -> None:
+    class Pulse(Actor):
+        beats: int = 0
+
+        @on
+        async def ring(self, msg: Ring) -> None:
+            pass
+
+        @every(0.02)
+        async def beat(self) -> None:
+            self.beats += 1
+
+    async with team(tmp_path, engine=False, clock=WallClock()) as (host, _):
+        await host.register(Pulse)
+        await anyio.sleep(0.1)  # no timer is set: the host waits until one is
+        await host.tell("pulse/p", Ring("begin"))
+        with anyio.fail_after(10):
+            while (await stored_state(host, "pulse/p"))["beats"] < 3:
+                await anyio.sleep(0.01)

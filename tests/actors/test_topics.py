@@ -10,8 +10,10 @@ import anyio.lowlevel
 import pytest
 
 from offbook.actors import Actor, Agent, JournalTopicStore, Message, Request, Supervision, TooManyTopics, on
+from offbook.actors.journal import Journal
+from offbook.actors.message import encode
 from offbook.actors.testing import stored_state, team
-from offbook.bus import Record, connect
+from offbook.bus import Event, Record, connect
 from offbook.bus.topics import TOPICS
 
 
@@ -128,6 +130,27 @@ async def test_events_published_while_the_class_is_not_registered_are_not_lost(t
         await host.publish("news", News("three"))
         await host.idle()
         assert (await stored_state(host, "reader/a"))["news"] == ["one", "two", "three"]
+
+
+async def test_idle_waits_for_events_that_an_earlier_run_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with team(tmp_path, engine=False) as (host, _):
+        await host.spawn(Reader, "r")
+    journal = await Journal.open(tmp_path / "team.journal")  # published, then the process ended
+    await JournalTopicStore(journal).append("news", [Record(id="1", type="News", body=encode(News("late")))])
+    await journal.close()
+    read = JournalTopicStore.read
+
+    async def slowly(store: JournalTopicStore, topic: str, after: int, limit: int) -> list[Event]:
+        await anyio.sleep(0.1)
+        return await read(store, topic, after, limit)
+
+    monkeypatch.setattr(JournalTopicStore, "read", slowly)
+    async with team(tmp_path, engine=False) as (host, _):
+        await host.register(Reader)
+        await host.idle()
+        assert (await stored_state(host, "reader/r"))["news"] == ["late"]
 
 
 async def test_a_handler_that_raises_is_noticed_and_the_actor_goes_on(tmp_path: Path) -> None:
