@@ -118,11 +118,11 @@ class EngineLoop(Assembly, StepThread):
         )
         if chunk and rows and room is not None and sum(count for _, count in chunk) <= room:
             jobs = [*rows, *(job for job, _ in chunk)]
-            self.steps.guard(jobs, lambda: self.steps.both(rows, chunk))
+            self.steps.guard(jobs, lambda: self.steps.both(rows, chunk), chunk)
             return
         # Prefill first: a turn whose memory is there speaks before the rows' next step, and joins it.
         if chunk:
-            self.steps.guard([job for job, _ in chunk], lambda: self.steps.prefill(chunk))
+            self.steps.guard([job for job, _ in chunk], lambda: self.steps.prefill(chunk), chunk)
         rows = self.scheduler.decoding()
         if rows:
             self.steps.guard(rows, lambda: self.steps.decode(rows))

@@ -126,6 +126,8 @@ class Openings:
         table, started = self._memory.tables[key], time.monotonic()
         try:
             self._batch.prefill([table], [due.new], logits=False, unless=unless)
+            if table.failed is not None:
+                raise table.failed
         except Interrupted:
             due.at = time.monotonic() + PAUSE_SECONDS
             self._due[key] = due

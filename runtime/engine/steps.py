@@ -61,8 +61,12 @@ class Steps:
         self.memory, self.scheduler, self.openings = memory, scheduler, openings
         self.metrics, self.trace, self.unsaved = metrics, trace, unsaved
 
-    def guard(self, jobs: Sequence[Job], work: Callable[[], None]) -> None:
-        """Do a step. If it fails, find the job that fails alone; the others go on."""
+    def guard(self, jobs: Sequence[Job], work: Callable[[], None], chunk: Chunk = ()) -> None:
+        """Do a step. If it fails, find the job that fails alone; the others go on.
+
+        Args:
+            chunk: what is read in it.
+        """
         try:
             work()
         except Exception as error:
@@ -71,20 +75,21 @@ class Steps:
             alive = [job for job in jobs if job.phase in (Phase.DECODE, Phase.PREFILL)]
             if len(alive) > 1:
                 for job in alive:
-                    self.guard([job], partial(self._again, job))
+                    part = [one for one in chunk if one[0] is job]
+                    self.guard([job], partial(self._again, job, part))
                 return
             for job in jobs:
                 self.fail(job, error)
 
-    def _again(self, job: Job) -> None:
-        """One job's part of a step that failed for several."""
+    def _again(self, job: Job, chunk: Chunk) -> None:
+        """One job's part of a step that failed for several: the same tokens, so that it has the same bits."""
         assert job.table is not None
         if job.phase is Phase.DECODE:
             # The step may have got as far as counting the token whose KV it wrote.
             job.table.tokens = min(job.table.tokens, len(job.ids) + len(job.generated) - 1)
             self.decode([job])
         else:
-            self.prefill([(job, min(len(job.remaining), self.scheduler.chunk))])
+            self.prefill(chunk)
 
     def fail(self, job: Job, error: Exception) -> None:
         """End a job that went wrong. Its table may be half written; it is rebuilt from tokens."""

@@ -130,14 +130,21 @@ class Step:
         """Put the new tokens' KV into the pool and seal what left the tails.
 
         Call once, after the forward's outputs were evaluated. In a decode step the native kernel has
-        written the tokens already.
+        written the tokens already. A row whose KV cannot be put there is that row's failure alone, for the
+        step cannot be taken again: others have moved on. It is noted in the table (``failed``).
         """
         pending = [c for c in self.caches if isinstance(c, BatchQuantizedKVCache) and c.pending is not None]
         if self.decoding:
-            self._commit_decode(pending)
-        else:
-            for row in range(len(self.tables)):
-                self._commit_prefill(row, pending)
+            self._write_decoded(pending)
+        for row, table in enumerate(self.tables):
+            try:
+                if self.decoding:
+                    self._grow(table)
+                else:
+                    self._commit_prefill(row, pending)
+            except Exception as error:
+                table.failed = error
+        self.arrays.evaluate()
         for cache in self.caches:
             if not isinstance(cache, BatchQuantizedKVCache):
                 cache.commit()
@@ -146,7 +153,8 @@ class Step:
             cache.pending = None
         self.caches.clear()
 
-    def _commit_decode(self, pending: Sequence[BatchQuantizedKVCache]) -> None:
+    def _write_decoded(self, pending: Sequence[BatchQuantizedKVCache]) -> None:
+        """Put the new token of every row into its page."""
         places = [table.page_of(table.tokens) for table in self.tables]
         pages = np.array([page for page, _ in places])
         offsets = np.array([offset for _, offset in places])
@@ -161,11 +169,12 @@ class Step:
                 else:
                     for row, (page, offset) in enumerate(places):
                         arrays[name][page, :, offset, :] = bits[row, :, 0]
-        for table in self.tables:
-            table.tokens += 1
-            while table.sealed < self.scheme.sealed(table.tokens):
-                self._seal_page(table)
-        self.arrays.evaluate()
+
+    def _grow(self, table: AgentTable) -> None:
+        """The new token's KV is in its page: count it, and seal what left the tail."""
+        table.tokens += 1
+        while table.sealed < self.scheme.sealed(table.tokens):
+            self._seal_page(table)
 
     def _seal_page(self, table: AgentTable) -> None:
         """Quantise the oldest page into the block it belongs to."""

@@ -160,6 +160,8 @@ class Runner:
                 ]
                 mx.eval(out, pending)
                 step.commit()
+                if agent.failed is not None:
+                    raise agent.failed
                 return out if logits else None
 
             return feed

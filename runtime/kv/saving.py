@@ -29,7 +29,12 @@ class Saver:
         self._putting: set[bytes] = set()
 
     def after_step(self, table: AgentTable) -> None:
-        """Name and save the blocks that became full, then give back those behind the window."""
+        """Name and save the blocks that became full, then give back those behind the window.
+
+        Raises what went wrong if the step could not put its KV there.
+        """
+        if table.failed is not None:
+            raise table.failed
         while (len(table.chain) + 1) * BLOCK <= table.sealed:
             block = len(table.chain)
             parent = table.chain[-1] if table.chain else self._kv.root(table.salt)

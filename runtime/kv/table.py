@@ -46,6 +46,7 @@ class AgentTable:
         early: how many tokens at the end were read between turns: the last one that was generated, and behind
             it what every next message begins with (an opening).
         restored: it was read from disk ahead of a turn that has not begun.
+        failed: why a step's KV could not be put here. What is here is then half written, and to be dropped.
     """
 
     agent: str
@@ -62,6 +63,7 @@ class AgentTable:
     state: dict[int, Any] = field(default_factory=dict)
     early: int = 0
     restored: bool = False
+    failed: Exception | None = None
 
     def __post_init__(self) -> None:
         if not self.slots:
