@@ -10,22 +10,26 @@ import numpy as np
 import pytest
 
 from offbook.bus.errors import EngineFailed
+from offbook.runtime.kv import native
 from offbook.runtime.kv.cache import Step
 from tests.runtime.engine.replies import Engine, greedy
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.unavailable_reason()))
 
 
 class Failing:
     """Makes putting KV of one agent into its memory fail, from the time it is told to."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, agent: str, how: str = "_append") -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, agent: str, how: str = "_commit_prefill") -> None:
         self.on, self.agent = False, agent
         monkeypatch.setattr(Step, how, self._or_fail(getattr(Step, how)))
 
     def _or_fail(self, real: Any) -> Any:
-        def act(step: Step, table: Any, *rest: Any) -> Any:
+        def act(step: Step, row: Any, *rest: Any) -> Any:
+            table = step.tables[row] if isinstance(row, int) else row
             if self.on and table.agent == self.agent:
                 raise MemoryError("no memory to seal with")
-            return real(step, table, *rest)
+            return real(step, row, *rest)
 
         return act
 
