@@ -68,7 +68,8 @@ class Planner:
             if (other.agent, other.salt) in self._kv.loading:
                 continue
             for tokens in (other.tokens, other.tokens - other.opening, other.tokens - other.early):
-                if best.tokens < tokens <= limit and np.array_equal(other.ids[:tokens], ids[:tokens]):
+                equal = best.tokens < tokens <= limit and np.array_equal(other.ids[:tokens], ids[:tokens])
+                if equal and self._may_end(other, tokens):
                     best = Plan("clone", tokens, origin=other)
         names = chain(ids[:limit], self._kv.root(key[1]))
         reach = 0
@@ -116,13 +117,17 @@ class Planner:
             return shared
         if table.state:  # recurrent layers cannot go back
             return 0
-        if self._kv.scheme.sealed(shared) == table.sealed:
-            return shared
-        back = min(self._kv.scheme.sealed(shared), table.sealed)
-        for group, slots in zip(self._kv.spec.groups, table.slots, strict=True):
-            if ABSENT in slots[group.first_block(back) : -(-back // BLOCK)]:
-                return 0
-        return back
+        sealed = self._kv.scheme.sealed(shared)
+        back = shared if sealed == table.sealed else min(sealed, table.sealed)
+        return back if self._may_end(table, back) else 0
+
+    def _may_end(self, table: AgentTable, tokens: int) -> bool:
+        """Whether a table that is cut back to ``tokens`` has all blocks that the next one sees: what had left
+        a window may be back in it."""
+        return not any(
+            ABSENT in slots[group.first_block(tokens) : -(-tokens // BLOCK)]
+            for group, slots in zip(self._kv.spec.groups, table.slots, strict=True)
+        )
 
     def hold(self, plan: Plan) -> list[tuple[int, int]]:
         """Keep what a plan will share with others where it is until it is carried out.

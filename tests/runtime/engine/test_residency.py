@@ -76,6 +76,23 @@ def test_an_agent_cut_back_into_a_shared_block_in_a_full_pool_is_served(engine: 
     one.call(one.loop.pool.check)
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_an_agent_cut_back_to_where_a_block_is_in_the_window_again_is_served(
+    engine: Engine, ids: Any, tmp_path: Path, stored: bool
+) -> None:
+    """Nothing was sealed in between, but the block has left the window and its slot has been given back."""
+    one, two = engine("gemma-300", tmp_path if stored else None), engine("gemma-300")
+    first, other = ids(565, 1), ids(30, 2)
+    one.run("a", first, max_tokens=1)
+    table = one.loop.memory.tables["a", ""]
+    assert table.sealed == table.scheme.sealed(517)
+    prompt = np.concatenate([first[:517], other])
+    reply = one.run("a", prompt, sampling=greedy(4))
+    assert_same(reply, two.run("a", prompt, sampling=greedy(4)))
+    assert reply.usage.source == "warm"
+    one.check()
+
+
 def test_a_prefetched_agent_is_in_memory_when_its_message_comes(
     engine: Engine, ids: Any, tmp_path: Path
 ) -> None:
