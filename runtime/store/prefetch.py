@@ -134,7 +134,8 @@ def _settle_down(number: int, of: int) -> None:
     if sys.platform != "linux":
         return
     cores, this = sorted(os.sched_getaffinity(0)), threading.get_native_id()
-    with suppress(OSError):
-        if len(cores) >= of > 1:
+    if len(cores) >= of > 1:
+        with suppress(OSError):
             os.sched_setaffinity(this, cores[number::of])
+    with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, this, min(19, os.getpriority(os.PRIO_PROCESS, this) + NICE))
