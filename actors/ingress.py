@@ -202,6 +202,8 @@ class Ingress:
         cell = self._port.stage.cell(spec, message.actor)
         for stored in accepted.messages:
             cell.put(stored, delivery if stored.id == message.id and ask else None)
+        if cell.asleep:  # a repetition: it brings nobody into memory
+            self._port.stage.drop(cell.id)
         if cell.stopped and accepted.status == "new" and ask:
             await delivery.fail(ActorStopped(f"{message.actor} was stopped: {cell.stopped}", actor=cell.id))
         if accepted.status == "done" and ask:

@@ -97,15 +97,15 @@ class Listener:
     async def _read(self, topic: str, active: anyio.Event) -> None:
         after, head = await self._journal.do("cursor", lambda db: topic_statements.position(db, topic))
         async with self._bus.subscribe(topic, after=after) as events:
-            if after is None:
-                after = events.position
-                await self._journal.do(
-                    "set-cursor", lambda db: topic_statements.set_cursor(db, topic, after or 0)
-                )
+            if after is None or events.start < after:
+                after = events.start
+                await self._begin(topic, after)
             self._reached(topic, after)
             self.expect(topic, head)  # an earlier run ended before it was delivered
             active.set()
             async for event in events:
+                if event.seq <= self._position[topic]:
+                    await self._begin(topic, event.seq - 1)
                 if event.seq > self._position[topic] + 1:
                     log.warning(
                         "topic %s: events %d to %d are not retained any more",
@@ -114,6 +114,11 @@ class Listener:
                 with self._quiet.held():
                     await self._take(topic, event)
                     self._reached(topic, event.seq)
+
+    async def _begin(self, topic: str, seq: int) -> None:
+        """Deliver what comes after ``seq``: the topic is new here, or its log was lost and counts anew."""
+        await self._journal.do("set-cursor", lambda db: topic_statements.begin(db, topic, seq))
+        self._position[topic] = seq
 
     def _reached(self, topic: str, seq: int) -> None:
         """No event up to ``seq`` comes any more: it was delivered, or was there before this host listened."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Collection
 
 from .message import derive_id
@@ -25,6 +26,12 @@ def set_cursor(db: DB, topic: str, seq: int) -> None:
         "INSERT INTO cursors VALUES (?,?) ON CONFLICT (topic) DO UPDATE SET seq=MAX(seq, excluded.seq)",
         (topic, seq),
     )
+
+
+def begin(db: DB, topic: str, seq: int) -> None:
+    """The next event to be delivered is the one after ``seq``, whatever was delivered before."""
+    db.execute("INSERT OR REPLACE INTO cursors VALUES (?,?)", (topic, seq))
+    db.execute("UPDATE subscriptions SET after=? WHERE topic=? AND after>?", (seq, topic, seq))
 
 
 def subscribed_topics(db: DB) -> list[str]:
@@ -63,7 +70,11 @@ def deliver_event(
             sender=event.sender,
             traceparent=event.traceparent,
         )
-        delivered.append(insert_inbox(db, message, now))
+        try:
+            delivered.append(insert_inbox(db, message, now))
+        except sqlite3.IntegrityError:  # an event of this number from an earlier log still waits
+            message.id = derive_id(message.id, repr(now))
+            delivered.append(insert_inbox(db, message, now))
     return delivered
 
 

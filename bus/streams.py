@@ -88,6 +88,7 @@ class Subscription:
         topic: its name.
         active: the broker has confirmed it.
         position: sequence number of the last event received.
+        start: the one after which the broker began; below what was asked for if it lost its log since.
         missed: events that were no longer retained when this subscription came to them.
     """
 
@@ -99,6 +100,7 @@ class Subscription:
         self.id = id
         self.topic = topic
         self.position = -1 if after is None else after
+        self.start = self.position
         self.active = False
         self.missed = 0
 
@@ -127,7 +129,7 @@ class Subscription:
     def started(self, seq: int) -> None:
         """The broker activated it at position ``seq``."""
         self.active = True
-        self.position = seq
+        self.position = self.start = seq
 
     def add(self, envelope: Envelope, body: bytes) -> None:
         """An event came."""

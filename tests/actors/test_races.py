@@ -308,3 +308,13 @@ async def test_a_delivery_that_was_not_noted_is_known_after_weeks(tmp_path: Path
         await host.register(Relay, Careful)
         await host.idle()
         assert (await stored_state(host, "careful/c"))["news"] == [1]
+
+
+async def test_a_repeated_message_brings_nobody_into_memory(tmp_path: Path) -> None:
+    async with team(tmp_path, engine=False, max_active=0) as (host, _):
+        await host.register(Reader)
+        for _ in range(2):
+            await host.bus.tell("reader/r", News(1), id="one")
+            await host.idle()
+            assert len(host.stage) == 0
+        assert (await stored_state(host, "reader/r"))["news"] == [1]

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import ClassVar
 
 import anyio
 import anyio.lowlevel
 import pytest
+from anyio import TASK_STATUS_IGNORED
+from anyio.abc import TaskStatus
 
-from offbook.actors import Actor, Agent, JournalTopicStore, Message, Request, Supervision, TooManyTopics, on
+from offbook.actors import (
+    Actor,
+    Agent,
+    Host,
+    JournalTopicStore,
+    Message,
+    Request,
+    Supervision,
+    TooManyTopics,
+    on,
+    topic_statements,
+)
 from offbook.actors.journal import Journal
 from offbook.actors.message import encode
+from offbook.actors.records import Inbound, Mode
 from offbook.actors.testing import stored_state, team
-from offbook.bus import Event, Record, connect
+from offbook.bus import Broker, Event, Record, connect
 from offbook.bus.topics import TOPICS
 
 
@@ -291,3 +306,63 @@ class Diarist(Actor):
     @on
     async def say(self, msg: Say) -> None:
         await self.publish(f"diary-{msg.text}", News(msg.text))
+
+
+@pytest.mark.parametrize("host_stops", [False, True])
+async def test_a_broker_that_lost_its_topics_is_heard_from_their_new_beginning(
+    tmp_path: Path, host_stops: bool
+) -> None:
+    endpoint = f"ipc://{tmp_path}/bus.sock"
+
+    async def broker(
+        end: anyio.Event, ended: anyio.Event, *, task_status: TaskStatus[None] = TASK_STATUS_IGNORED
+    ) -> None:
+        async with Broker(endpoint):  # its topics are in memory
+            task_status.started()
+            await end.wait()
+        ended.set()
+
+    async def hear(host: Host, *numbers: int) -> None:
+        await host.register(Reader)
+        while not host.bus.connected:
+            await anyio.sleep(0.01)
+        for number in numbers:
+            await host.publish("news", News(str(number)))
+        with anyio.fail_after(10):
+            await host.idle()
+            while len((await stored_state(host, "reader/r"))["news"]) <= numbers[-1]:
+                await anyio.sleep(0.01)
+        assert (await stored_state(host, "reader/r"))["news"] == [str(one) for one in range(numbers[-1] + 1)]
+
+    async with anyio.create_task_group() as tasks, AsyncExitStack() as last:
+        end, ended = anyio.Event(), anyio.Event()
+        await tasks.start(broker, end, ended)
+        async with AsyncExitStack() as first:
+            host = Host("h", journal_path=tmp_path / "j", endpoint=endpoint)
+            await (first if host_stops else last).enter_async_context(host)
+            await host.spawn(Reader, "r")
+            await hear(host, 0, 1, 2, 3)
+        end.set()
+        await ended.wait()
+        await host.bus.wait_lost()
+        await tasks.start(broker, anyio.Event(), anyio.Event())
+        if host_stops:
+            host = Host("h", journal_path=tmp_path / "j", endpoint=endpoint)
+            await last.enter_async_context(host)
+        await hear(host, 4, 5)
+        await hear(host, 6, 7, 8, 9, 10, 11)
+        await last.aclose()
+        tasks.cancel_scope.cancel()
+
+
+async def test_events_of_one_number_from_two_logs_both_wait(tmp_path: Path) -> None:
+    async with team(tmp_path, engine=False) as (host, _):
+        await host.spawn(Reader, "r")
+        await host.idle()
+        pattern = Inbound(id="", actor="", type="News", body=encode(News("x")), mode=Mode.TOPIC)
+        for _ in range(2):
+            await host.journal.do("begin", lambda db: topic_statements.begin(db, "news", 0))
+            stored = await host.journal.do(
+                "event", lambda db: topic_statements.deliver_event(db, "news", 1, pattern, (), 1.0)
+            )
+            assert len(stored) == 1
