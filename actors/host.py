@@ -346,6 +346,7 @@ class Host(Outside):
             except BaseException as exc:
                 reason = cell.stopped if cell is not None else f"its messages could not be read: {exc}"
                 fresh.stopped, fresh.state = reason, "stopped"
+                fresh.room.set()  # a stopped actor's mailbox keeps nobody waiting
                 with anyio.CancelScope(shield=True):
                     await fresh.dismiss(ActorStopped(f"{actor} was stopped: {reason}", actor=actor))
                 raise

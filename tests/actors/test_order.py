@@ -132,6 +132,26 @@ async def test_a_kind_that_another_peer_still_serves_loses_nothing(tmp_path: Pat
         assert (await stored_state(host, "reader/r"))["news"] == [0, 1, 2, 3]
 
 
+async def test_who_waits_for_a_full_mailbox_does_not_wait_for_a_registration_that_failed(
+    tmp_path: Path,
+) -> None:
+    await leave_one(tmp_path)
+
+    async def fill() -> None:
+        await publish(host, 1)
+        await host.bus.publish(NEWS, News(2))
+        await anyio.sleep(0.1)  # the listener waits for room by now
+
+    async with team(tmp_path, engine=False, mailbox_limit=1) as (host, _):
+        beside(host, "mailboxes", "failing", fill)
+        with pytest.raises(JournalFailed, match="the disk is gone"):
+            await host.register(Reader)
+        await host.register(Reader)
+        with anyio.fail_after(10):
+            await host.idle()
+        assert (await stored_state(host, "reader/r"))["news"] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_an_event_that_comes_while_an_actor_is_started_again(tmp_path: Path, when: str) -> None:
     async with team(tmp_path, engine=False) as (host, _):
@@ -158,3 +178,25 @@ async def test_an_actor_whose_messages_cannot_be_read_stays_stopped(tmp_path: Pa
         await host.restart("reader/r")
         await host.idle()
         assert (await stored_state(host, "reader/r"))["news"] == [0, 1]
+
+
+async def test_who_waits_for_a_full_mailbox_does_not_wait_for_a_restart_that_failed(tmp_path: Path) -> None:
+    async def fill() -> None:
+        await publish(host, 1)
+        await host.bus.publish(NEWS, News(2))
+        await anyio.sleep(0.1)
+
+    async with team(tmp_path, engine=False, mailbox_limit=1) as (host, _):
+        await host.spawn(Reader, "r")
+        await host.tell("reader/r", Fall())
+        await host.idle()
+        await publish(host, 0)
+        beside(host, "mailbox", "failing", fill)
+        with pytest.raises(JournalFailed, match="the disk is gone"):
+            await host.restart("reader/r")
+        with anyio.fail_after(10):
+            while await waiting(host) < 3:
+                await anyio.sleep(0.01)
+        await host.restart("reader/r")
+        await host.idle()
+        assert (await stored_state(host, "reader/r"))["news"] == [0, 1, 2]
