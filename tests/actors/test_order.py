@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
@@ -15,6 +13,7 @@ from offbook.actors.journal import JournalFailed
 from offbook.actors.testing import stored_state, team
 from offbook.bus import connect
 from offbook.bus.errors import ProtocolError
+from tests.actors.between import When, beside
 
 NEWS = "news"
 
@@ -56,27 +55,6 @@ async def publish(host: Host, number: int) -> None:
             await anyio.sleep(0.005)
 
 
-def beside(host: Host, name: str, when: str, act: Callable[[], Awaitable[None]]) -> None:
-    """Do something while the journal's next work of this name is on its way."""
-    do = host.journal.do
-
-    async def doing(what: str, work: Callable[[Any], Any], **how: Any) -> Any:
-        if what != name:
-            return await do(what, work, **how)
-        host.journal.do = do  # type: ignore[method-assign]
-        if when == "before":
-            await act()
-        result = await do(what, work, **how)
-        if when == "after":
-            await act()
-        if when == "failing":
-            await act()
-            raise JournalFailed("the disk is gone")
-        return result
-
-    host.journal.do = doing  # type: ignore[method-assign, assignment]
-
-
 async def leave_one(folder: Path) -> None:
     """A reader that has an event in its mailbox, which nobody has handled."""
     async with team(folder, engine=False) as (host, _):
@@ -86,7 +64,7 @@ async def leave_one(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-async def test_an_event_that_comes_while_a_class_is_registered(tmp_path: Path, when: str) -> None:
+async def test_an_event_that_comes_while_a_class_is_registered(tmp_path: Path, when: When) -> None:
     await leave_one(tmp_path)
     async with team(tmp_path, engine=False) as (host, _):
         beside(host, "mailboxes", when, lambda: publish(host, 1))
@@ -153,7 +131,7 @@ async def test_who_waits_for_a_full_mailbox_does_not_wait_for_a_registration_tha
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-async def test_an_event_that_comes_while_an_actor_is_started_again(tmp_path: Path, when: str) -> None:
+async def test_an_event_that_comes_while_an_actor_is_started_again(tmp_path: Path, when: When) -> None:
     async with team(tmp_path, engine=False) as (host, _):
         await host.spawn(Reader, "r")
         await host.tell("reader/r", Fall())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from offbook.actors import Actor, Message, Request, Supervision, on
 from offbook.actors.host import Host
 from offbook.actors.testing import stored_state, team
 from offbook.bus import connect
+from tests.actors.between import beside
 
 NEWS = "news"
 
@@ -87,26 +88,11 @@ async def waiting_journal(host: Host) -> AsyncIterator[None]:
         go.set()
 
 
-def beside(host: Host, name: str, act: Callable[[], Awaitable[Any]]) -> None:
-    """Do something once the journal has been given its next work of this name, before its result is used."""
-    do = host.journal.do
-
-    async def doing(what: str, work: Callable[[Any], Any], **how: Any) -> Any:
-        if what != name:
-            return await do(what, work, **how)
-        host.journal.do = do  # type: ignore[method-assign]
-        result = host.journal.submit(what, work, **how)
-        await act()
-        return await result
-
-    host.journal.do = doing  # type: ignore[method-assign, assignment]
-
-
 async def test_an_event_published_while_its_topic_is_first_followed_keeps_nothing_busy(
     tmp_path: Path,
 ) -> None:
     async with team(tmp_path, engine=False) as (host, _):
-        beside(host, "cursor", lambda: host.publish(NEWS, News(0)))
+        beside(host, "cursor", "given", lambda: host.publish(NEWS, News(0)))
         await host.register(Reader)
         with anyio.fail_after(10):
             await host.idle()
@@ -139,7 +125,7 @@ async def test_a_question_asked_again_while_its_turn_is_cancelled_is_answered(
             if moment != "ending":
                 Worker.gate.set()
             if moment == "being dropped":
-                beside(host, "drop", ask_beside)
+                beside(host, "drop", "given", ask_beside)
             tasks.cancel_scope.cancel()
         if moment != "being dropped":
             again.start_soon(ask)
