@@ -1,14 +1,14 @@
 """A cell: the place of one active actor. Its mailbox, its committed state, one turn at a time.
 
-Owns the order of messages, the life of the instance in memory (activate, roll back, passivate), and the way
-of one message through a turn: try, commit, or what the supervisor decides.
+Owns the life of the instance in memory (activate, roll back, passivate), and the way of one message through a
+turn: try, commit, or what the supervisor decides. What waits, and in which order, is ``mailbox.py``'s.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,6 +32,7 @@ from .actor import Actor, ActorSpec, turn_random
 from .instance import Instance
 from .journal import RETRY_AFTER, JournalFailed
 from .lm import MemoryRef
+from .mailbox import Mailbox
 from .message import encode
 from .reasons import reason_of
 from .records import Inbound, Mode, Outgoing, TurnRecord
@@ -83,40 +84,23 @@ class Cell:
         self.port = port
         self.spec = spec
         self.id = actor_id
-        self.mailbox: deque[Inbound] = deque()
+        self.mailbox = Mailbox()
         self.state = "idle"
         self.stopped = ""
         self.rested_at = 0.0
-        self.room = anyio.Event()
-        self._seqs: set[int] = set()
-        self._waiting: dict[int, list[Delivery]] = {}  # by the message's place: ids may come again
-        self._ending = -1  # the place of a question that is being dropped
         self._cut = False  # the last try was cancelled from outside
         self.instance = Instance(port.journal, spec, actor_id)
         self._hinted = False
         self._window = RestartWindow(spec.supervision)
         self._trying: Inbound | None = None
-        self._begun = 0  # 1 while the first message of the mailbox is being handled
 
     # -- the mailbox --------------------------------------------------------------------------------------
 
     def put(self, message: Inbound, delivery: Delivery | None = None) -> None:
-        """Add a stored message; one that is here already is not added twice.
-
-        Who stored them may come here in another order than the journal's, which is the one that counts.
-        """
+        """Add a stored message; one that is here already is not added twice."""
         if self.stopped:
             return  # it waits in the journal
-        if delivery is not None:
-            self._waiting.setdefault(message.seq, []).append(delivery)
-        if message.seq in self._seqs:
-            return
-        self._seqs.add(message.seq)
-        place = len(self.mailbox)
-        while place and self.mailbox[place - 1].seq > message.seq and place - 1 >= self._begun:
-            place -= 1
-        self.mailbox.insert(place, message)
-        if self.state == "idle":
+        if self.mailbox.put(message, delivery) and self.state == "idle":
             self.state = "running"
             self.port.stage.started(self)
 
@@ -125,25 +109,17 @@ class Cell:
         self.state = "held"
 
     def release(self, rows: Iterable[Inbound]) -> None:
-        """Go on, with what the journal had and what has come meanwhile, in the journal's order."""
-        came, self.mailbox = self.mailbox, deque()
-        both = {message.seq: message for message in (*rows, *came)}
-        self._seqs.clear()
+        """Go on, with what the journal had and what has come meanwhile."""
+        for row in rows:
+            self.mailbox.put(row)
         self.state = "idle"
-        for seq in sorted(both):
-            self.put(both[seq])
+        if self.mailbox:
+            self.state = "running"
+            self.port.stage.started(self)
 
     def wait_for(self, message_id: str, delivery: Delivery) -> bool:
         """Let one more asker wait for a message; False if it is not here."""
-        if self.stopped:
-            return False
-        for message in self.mailbox:
-            if message.id == message_id and message.seq != self._ending:
-                self._waiting.setdefault(message.seq, []).append(delivery)
-                deadline = delivery.envelope.deadline
-                message.deadline = max(message.deadline, deadline) if message.deadline and deadline else 0.0
-                return True
-        return False
+        return not self.stopped and self.mailbox.join(message_id, delivery)
 
     @property
     def asleep(self) -> bool:
@@ -155,23 +131,11 @@ class Cell:
 
         The turn that is being tried ends by itself: nobody waits for it any more.
         """
-        waiting, self._waiting = self._waiting, {}
         for message in list(self.mailbox)[1:]:
-            if message.seq in waiting:
+            if self.mailbox.askers(message):
                 self.port.journal.post("drop", partial(statements.drop, message=message))
-        for deliveries in waiting.values():
-            for delivery in deliveries:
-                await delivery.fail(error)
-
-    def _leave(self, message: Inbound) -> None:
-        """The message has been dealt with."""
-        if self.mailbox and self.mailbox[0] is message:
-            self.mailbox.popleft()
-            self._begun = 0
-        self._seqs.discard(message.seq)
-        self._waiting.pop(message.seq, None)
-        self.room.set()
-        self.room = anyio.Event()
+        for delivery in self.mailbox.release_askers(self.mailbox):
+            await delivery.fail(error)
 
     # -- the loop -----------------------------------------------------------------------------------------
 
@@ -181,8 +145,7 @@ class Cell:
         try:
             while self.mailbox and not self.stopped:
                 self.state = "running"
-                message = self.mailbox[0]
-                self._begun = 1
+                message = self.mailbox.begin()
                 try:
                     await self._handle(message)
                 except JournalFailed as exc:
@@ -212,7 +175,7 @@ class Cell:
         )
         message.counted = message.tries > 0
         await self.instance.retire()
-        for delivery in self._waiting.pop(message.seq, []):
+        for delivery in self.mailbox.release_askers([message]):
             await delivery.fail(exc)
         self.state = "retrying"
         await anyio.sleep(RETRY_AFTER)
@@ -254,7 +217,7 @@ class Cell:
     def _unwanted(self, message: Inbound) -> OffbookError | None:
         if message.mode is not Mode.ASK:
             return None
-        waiting = self._waiting.get(message.seq)
+        waiting = self.mailbox.askers(message)
         if waiting and all(one.cancelled.is_set() for one in waiting):
             return Cancelled(f"the question to {self.id} was cancelled")
         if message.deadline and message.deadline <= time.time():
@@ -268,7 +231,7 @@ class Cell:
         if self.port.stopping and message.mode is not Mode.ASK:
             await anyio.sleep_forever()  # not the message's fault; the host is about to end this task
         if isinstance(error, TurnLost):
-            self._leave(message)
+            self.mailbox.leave(message)
             return False
         if isinstance(error, JournalFailed):
             raise error
@@ -336,16 +299,16 @@ class Cell:
 
     async def _drop(self, message: Inbound, error: OffbookError) -> None:
         """Forget a question that nobody waits for; who asks it again meanwhile does so anew."""
-        self._ending = message.seq
+        self.mailbox.ending = message.seq
         try:
             await self.port.journal.do("drop", lambda db: statements.drop(db, message))
         finally:
-            self._ending = -1
+            self.mailbox.ending = -1
         await self._fail(message, error)
 
     async def _fail(self, message: Inbound, error: OffbookError) -> None:
-        waiting = self._waiting.get(message.seq, [])
-        self._leave(message)
+        waiting = self.mailbox.askers(message)
+        self.mailbox.leave(message)
         for delivery in waiting:
             await delivery.fail(error)
 
@@ -402,7 +365,7 @@ class Cell:
 
         async def progress(piece: Any) -> None:
             body = encode(piece)
-            for delivery in self._waiting.get(message.seq, ()):
+            for delivery in self.mailbox.askers(message):
                 await delivery.progress(body)
 
         memory = self.instance.memory
@@ -438,7 +401,7 @@ class Cell:
             with scope:
                 async with anyio.create_task_group() as tasks:
                     turn.tasks = tasks
-                    if message.seq in self._waiting:
+                    if self.mailbox.askers(message):
                         tasks.start_soon(self._watch, message, scope)
                     try:
                         with own_errors():
@@ -467,7 +430,7 @@ class Cell:
     async def _watch(self, message: Inbound, scope: anyio.CancelScope) -> None:
         """Cancel the turn once every asker has gone."""
         while True:
-            pending = [one for one in self._waiting.get(message.seq, ()) if not one.cancelled.is_set()]
+            pending = [one for one in self.mailbox.askers(message) if not one.cancelled.is_set()]
             if not pending:
                 scope.cancel()
                 return
@@ -488,8 +451,8 @@ class Cell:
             upcoming.tries += 1
             upcoming.counted = True
         self.instance.committed(turn, snapshot, state)
-        waiting = self._waiting.get(message.seq, [])
-        self._leave(message)
+        waiting = self.mailbox.askers(message)
+        self.mailbox.leave(message)
         self.port.committed(record, outgoing, born)
         if turn.forgotten:
             self.port.forget(self.id)

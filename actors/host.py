@@ -346,7 +346,7 @@ class Host(Outside):
             except BaseException as exc:
                 reason = cell.stopped if cell is not None else f"its messages could not be read: {exc}"
                 fresh.stopped, fresh.state = reason, "stopped"
-                fresh.room.set()  # a stopped actor's mailbox keeps nobody waiting
+                fresh.mailbox.wake()  # a stopped actor's mailbox keeps nobody waiting
                 with anyio.CancelScope(shield=True):
                     await fresh.dismiss(ActorStopped(f"{actor} was stopped: {reason}", actor=actor))
                 raise
@@ -444,7 +444,7 @@ class Host(Outside):
             cell = self.stage.find(actor)
             if cell is None or cell.stopped or len(cell.mailbox) < self.mailbox_limit:
                 return
-            await cell.room.wait()
+            await cell.mailbox.room.wait()
 
     def deaf_kinds(self, type: str, body: bytes) -> set[str]:
         """Registered kinds that do not take a message type."""

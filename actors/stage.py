@@ -88,7 +88,7 @@ class Stage:
         for cell in self:
             if cell.spec.kind == kind and cell.state == "held":
                 self.drop(cell.id)
-                cell.room.set()  # whoever waits for it need not: nobody is in memory
+                cell.mailbox.wake()  # whoever waits for it need not: nobody is in memory
 
     def drop(self, actor: str) -> None:
         """Forget a stopped actor's cell, so that the next message makes a new one."""
