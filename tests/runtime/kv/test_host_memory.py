@@ -55,7 +55,7 @@ def test_an_array_of_more_numbers_than_an_axis_may_have_is_one_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(host_memory, "SHELF", 4096)
-    monkeypatch.setattr(host_memory, "MOST", 5000, raising=False)  # and not 2 ** 31 or so
+    monkeypatch.setattr(host_memory, "MOST", 5000)  # and not 2 ** 31 or so
     monkeypatch.setattr(host_memory, "_fill", _without_long_axes(host_memory._fill))
     arrays = host_memory.zeros(WANTED)
     views = [np.array(array, copy=False) for array in arrays]
