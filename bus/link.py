@@ -26,10 +26,6 @@ HANDSHAKE = 5.0
 
 _LINGER_MS = 500
 
-_NEVER_MS = 3_600_000
-"""A new session is a new socket, so ZeroMQ need not connect again; but told never to (-1), it drops what has
-arrived and was not read when a connection ends."""
-
 
 class Link:
     """One session with a broker.
@@ -63,7 +59,7 @@ class Link:
         self._closed = False
         self._welcomed = anyio.Event()
         dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        dealer.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
+        dealer.setsockopt(zmq.RECONNECT_IVL, -1)  # a new session is a new socket
         dealer.setsockopt(zmq.LINGER, _LINGER_MS)
         if arm is not None:
             arm(dealer)
